@@ -1,0 +1,44 @@
+"""What the `--wavepp-*` flags say, as one frozen record that every stage receives."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WavePPConfig:
+    """Options of a WavePP server. Times are seconds, lengths are tokens."""
+
+    decode_reserve: int = 512
+    """KV promised to a request beyond its prompt at admission; it grows by as much while decoding."""
+    run_ahead: int = 0
+    """Waves that stage 0 may issue ahead of the last stage's acknowledgement; 0 means 2 per stage."""
+    block_size: int = 64
+    """Tokens per block of the hint index."""
+    stall_timeout: float = 120.0
+    """The server ends if a stage's loop makes no progress on a logged wave for this long."""
+    heartbeat_timeout: float = 20.0
+    """The server ends if a stage's rounds plane is silent for this long."""
+    handshake_timeout: float = 120.0
+    """The server does not start if the stages have not found each other within this time."""
+    allow_untested_sglang: bool = False
+    """Serve although the hooked SGLang functions are not the ones that were tested."""
+    socket_dir: str = ""
+    """Parent directory of the private socket directory; empty means the system's temporary one."""
+
+    def digest(self) -> str:
+        """Hex digest of all options: equal on two stages only if they were given the same."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def config_of(server_args: Any) -> WavePPConfig | None:
+    """The WavePP options that travel with SGLang's `ServerArgs`, or None where `--wavepp` is off."""
+    given = getattr(server_args, "_wavepp", None)
+    if not given or not given.get("wavepp"):
+        return None
+    names = {f.name for f in dataclasses.fields(WavePPConfig)}
+    return WavePPConfig(**{k: v for k, v in given.items() if k in names})
