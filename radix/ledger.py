@@ -1,0 +1,128 @@
+"""The escrow ledger: room that is promised, not allocated.
+
+One ledger a stage. An entry promises KV room up to a length (`covered`, in tokens, page rounded, one
+page of slack) to one request and one request row until the request binds it. `taken` follows what the
+request already owns or leases; the difference is what is outstanding. At every grant
+
+    free + evictable - outstanding >= 0
+
+holds on the stage, evaluated after the request's own lease was taken. The ledger never allocates and
+never evicts: cached tokens that the promise counts on stay reusable until the loop really needs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sglang_wavepp.errors import LedgerError
+from sglang_wavepp.radix.protocol import PrefixTree
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    covered: int
+    taken: int
+    row: bool
+
+    @property
+    def outstanding(self) -> int:
+        return max(0, self.covered - self.taken)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LedgerStatistics:
+    """Totals of one ledger."""
+
+    owners: int
+    """Requests with an entry."""
+    tokens: int
+    """KV tokens promised and not yet taken."""
+    rows: int
+    """Request rows promised and not yet bound."""
+    refused: int
+    """Grants and growths refused since the start."""
+
+
+class Ledger:
+    """Escrow of one stage. Not thread safe: callers hold the stage's guard."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        self._page = tree.page_size
+        self._entries: dict[int, _Entry] = {}
+        self._tokens = 0
+        self._rows = 0
+        self._refused = 0
+
+    def _cover(self, until: int) -> int:
+        return -(-until // self._page) * self._page + self._page
+
+    def room(self) -> int:
+        """Tokens that could still be promised now."""
+        return self._tree.free_tokens() + self._tree.evictable_tokens() - self._tokens
+
+    def grant(self, owner: int, boundary: int, until: int) -> bool:
+        """Promise room for KV positions [boundary, until) and a row. Replaces an earlier grant.
+
+        Call it after the lease at `boundary` was taken: a lease moves tokens out of what is evictable.
+        On refusal nothing is promised to `owner` any more. O(1).
+        """
+        self.close(owner)
+        covered = self._cover(until)
+        need = max(0, covered - boundary)
+        if self.room() < need or self._tree.free_rows() - self._rows < 1:
+            self._refused += 1
+            return False
+        self._entries[owner] = _Entry(covered, boundary, True)
+        self._tokens += need
+        self._rows += 1
+        return True
+
+    def grow(self, owner: int, until: int) -> bool:
+        """Extend a promise up to KV length `until`. False changes nothing. O(1)."""
+        entry = self._entry(owner)
+        covered = max(entry.covered, self._cover(until))
+        if self.room() < covered - entry.covered:
+            self._refused += 1
+            return False
+        self._set(entry, covered, entry.taken)
+        return True
+
+    def shrink(self, owner: int, until: int) -> None:
+        """Take a growth back: promise no more than KV length `until`. O(1)."""
+        entry = self._entry(owner)
+        self._set(entry, min(entry.covered, self._cover(until)), entry.taken)
+
+    def take(self, owner: int, length: int) -> None:
+        """The loop allocates up to KV length `length` and binds the row. Raises `LedgerError` beyond the grant."""
+        entry = self._entry(owner)
+        if length > entry.covered:
+            raise LedgerError(
+                f"request {owner} takes KV up to {length} tokens, but {entry.covered} were promised"
+            )
+        if entry.row:
+            entry.row = False
+            self._rows -= 1
+        self._set(entry, entry.covered, max(entry.taken, -(-length // self._page) * self._page))
+
+    def close(self, owner: int) -> None:
+        """Forget a promise: the request ended, was retracted or was never committed. O(1)."""
+        entry = self._entries.pop(owner, None)
+        if entry is not None:
+            self._tokens -= entry.outstanding
+            self._rows -= entry.row
+
+    def statistics(self) -> LedgerStatistics:
+        """A snapshot of the totals."""
+        return LedgerStatistics(len(self._entries), self._tokens, self._rows, self._refused)
+
+    def _entry(self, owner: int) -> _Entry:
+        entry = self._entries.get(owner)
+        if entry is None:
+            raise LedgerError(f"request {owner} has no escrow on this stage")
+        return entry
+
+    def _set(self, entry: _Entry, covered: int, taken: int) -> None:
+        self._tokens -= entry.outstanding
+        entry.covered, entry.taken = covered, taken
+        self._tokens += entry.outstanding

@@ -1,0 +1,207 @@
+"""The hooks into SGLang's scheduler process: what they are, whether they are in place, and what they rest on.
+
+SGLang swallows errors of plugins and hooks, so a stage could serve without WavePP and nobody would know.
+`check` therefore verifies every hook after SGLang has applied them, and compares the source of every SGLang
+function that WavePP hooks or depends on with the one it was tested with. `python -m sglang_wavepp.hooks`
+prints the table for a new SGLang version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from sglang_wavepp.config import config_of
+from sglang_wavepp.errors import HandshakeError, WavePPError
+from sglang_wavepp.tested import TESTED
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_REQ = "sglang.srt.managers.schedule_batch.Req"
+_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_RESULTS = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+)
+
+HOOKS: dict[str, str] = {
+    f"{_SCHEDULER}.init_ipc_channels": "_remember_instance",
+    f"{_SCHEDULER}.get_init_info": "_connect_stages",
+    f"{_SCHEDULER}.event_loop_pp": "_wave_loop",
+    f"{_SCHEDULER}._add_request_to_queue": "_capture_request",
+    f"{_SCHEDULER}.is_fully_idle": "_is_fully_idle",
+    f"{_SCHEDULER}.get_internal_state": "_add_statistics",
+    "sglang.srt.mem_cache.registry.create_unified_radix_cache": "_use_wave_cache",
+}
+"""Hooked function -> the AROUND hook in this module."""
+
+RELIED_ON: tuple[str, ...] = (
+    f"{_SCHEDULER}.handle_generate_request",
+    f"{_SCHEDULER}._handle_generate_request",
+    f"{_SCHEDULER}.init_req_max_new_tokens",
+    f"{_SCHEDULER}.retire_unadmitted_request",
+    f"{_SCHEDULER}.run_batch",
+    f"{_SCHEDULER}.process_batch_result",
+    f"{_SCHEDULER}.on_idle",
+    f"{_SCHEDULER}.flush_cache",
+    f"{_SCHEDULER}.pause_generation",
+    f"{_SCHEDULER}.init_pp_loop_state",
+    f"{_SCHEDULER}._pp_launch_batch",
+    f"{_SCHEDULER}._pp_prepare_tensor_dict",
+    f"{_SCHEDULER}._pp_prep_batch_result",
+    f"{_SCHEDULER}._pp_send_dict_to_next_stage",
+    f"{_SCHEDULER}._pp_recv_proxy_tensors",
+    f"{_SCHEDULER}._pp_commit_comm_work",
+    f"{_SCHEDULER}._poll_timeout_aborts",
+    f"{_REQ}.init_next_round_input",
+    f"{_REQ}._compute_max_prefix_len",
+    f"{_REQ}.update_finish_state",
+    f"{_REQ}.reset_for_retract",
+    f"{_BATCH}.prepare_for_extend",
+    f"{_BATCH}.prepare_for_decode",
+    f"{_BATCH}.filter_batch",
+    f"{_BATCH}.merge_batch",
+    f"{_RESULTS}.process_batch_result_prefill",
+    f"{_RESULTS}.process_batch_result_decode",
+    f"{_CACHE}.checkpoint_into_tree",
+    f"{_CACHE}.lock",
+    f"{_CACHE}.unlock",
+    f"{_CACHE}._reset_full",
+    "sglang.srt.mem_cache.common.checkpoint_kv_cache",
+    "sglang.srt.mem_cache.common.release_kv_cache",
+    "sglang.srt.mem_cache.allocation.alloc_for_extend",
+)
+"""SGLang functions that WavePP calls with knowledge of their inside."""
+
+
+# --- installing and checking -----------------------------------------------------------------
+
+
+def install(server_args: Any) -> None:
+    """Register the hooks; called in every scheduler process of a server with `--wavepp`, before they are applied."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, name in HOOKS.items():
+        HookRegistry.register(target, globals()[name], HookType.AROUND)
+
+
+def check(allow_untested: bool) -> None:
+    """Verify that SGLang is the tested one and every hook is in place.
+
+    Raises `HandshakeError`; with `allow_untested` a different SGLang is only warned about.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [target for target in HOOKS if target not in HookRegistry._patched]
+    if missing:
+        raise HandshakeError(f"SGLang did not apply the hook on {missing[0]}")
+    found = version("sglang")
+    tested = TESTED.get(found)
+    if tested is None:
+        problem = f"SGLang {found} was not tested with this WavePP; tested: {', '.join(sorted(TESTED))}"
+    else:
+        changed = [t for t in (*HOOKS, *RELIED_ON) if fingerprint(t) != tested.get(t)]
+        if not changed:
+            return
+        problem = f"SGLang {found} differs from the tested one in {', '.join(changed)}"
+    if not allow_untested:
+        raise HandshakeError(f"{problem} (--wavepp-allow-untested-sglang serves all the same)")
+    logger.warning("WavePP: %s; serving all the same", problem)
+
+
+def fingerprint(target: str) -> str:
+    """Hash of the source of an SGLang function, of the original where a hook wraps it."""
+    function = inspect.unwrap(pkgutil.resolve_name(target))
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+
+
+def hook_digest() -> str:
+    """Digest of the hook set and of the sources that it rests on, compared between the stages."""
+    text = "\n".join(f"{t} {HOOKS.get(t, '')} {fingerprint(t)}" for t in (*HOOKS, *RELIED_ON))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# --- the hooks -------------------------------------------------------------------------------
+
+
+def _remember_instance(original: Callable[..., Any], scheduler: Any, port_args: Any) -> Any:
+    scheduler.wavepp_instance = port_args.instance_id
+    return original(scheduler, port_args)
+
+
+def _connect_stages(original: Callable[..., Any], scheduler: Any) -> dict[str, Any]:
+    """SGLang is about to report ready: check, and shake hands with the other stages first."""
+    from sglang_wavepp.stage import Stage
+
+    config = config_of(scheduler.server_args)
+    assert config is not None
+    info: dict[str, Any] = original(scheduler)
+    try:
+        check(config.allow_untested_sglang)
+        scheduler.init_pp_loop_state()
+        scheduler.wavepp = Stage(scheduler, config)
+    except WavePPError as error:
+        _refuse(scheduler, error)
+    info["max_req_input_len"] = scheduler.max_req_input_len
+    info["max_total_num_tokens"] = scheduler.wavepp.longest + scheduler.page_size
+    info["wavepp"] = scheduler.wavepp.info()
+    return info
+
+
+def _wave_loop(original: Callable[..., Any], scheduler: Any) -> None:
+    from sglang.srt.utils import DynamicGradMode
+
+    try:
+        with DynamicGradMode():
+            scheduler.wavepp.serve()
+    except WavePPError as error:
+        _refuse(scheduler, error)
+
+
+def _refuse(scheduler: Any, error: WavePPError) -> NoReturn:
+    from sglang_wavepp.watch import end_server
+
+    end_server(scheduler.pp_group.rank_in_group, str(error))
+
+
+def _capture_request(
+    original: Callable[..., Any], scheduler: Any, req: Any, is_retracted: bool = False
+) -> None:
+    """Requests go to admission, not to the stock queue; on stage 0 SGLang's queue limits still apply."""
+    stage = scheduler.wavepp
+    if stage.rank == 0 and req.to_finish is None:
+        original(scheduler, req, is_retracted)
+        if req not in scheduler.waiting_queue:
+            return
+    stage.intake.capture(req)
+
+
+def _is_fully_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    stage = getattr(scheduler, "wavepp", None)
+    return original(scheduler, *args, **kwargs) if stage is None else stage.is_idle()
+
+
+def _add_statistics(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    output = original(scheduler, request)
+    stage = scheduler.wavepp
+    output.internal_state["wavepp"] = stage.stats.snapshot()
+    return output
+
+
+def _use_wave_cache(original: Callable[..., Any], ctx: Any, *, cache_class: Any = None) -> Any:
+    from sglang_wavepp.radix.tree import WaveRadixCache
+
+    return original(ctx, cache_class=cache_class or WaveRadixCache)
+
+
+if __name__ == "__main__":
+    print(f'    "{version("sglang")}": {{')
+    for _target in (*HOOKS, *RELIED_ON):
+        print(f'        "{_target}": "{fingerprint(_target)}",')
+    print("    },")

@@ -1,0 +1,423 @@
+"""The leader's side of admission: rounds of hints and holds until every stage holds the same. Pure.
+
+Runs in stage 0's WAVE thread. Inputs are the `arrive`, `on_message`, ... methods; outputs are collected
+in `outbox` (messages to members) and `events` (for stage 0's loop and the client side), which the caller
+drains. Time is passed in.
+
+One hold round is in flight at a time. Members grant its items in order, and after a refusal everything
+behind it in the queue is given back: grants do not cross, and first come is first served. A boundary only
+shrinks within one admission, so an admission ends after at most as many hold rounds as it has distinct
+boundaries. A hint is asked for again if waves were finished since it was given: waiting requests profit
+from what earlier ones inserted meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable
+
+from sglang_wavepp.errors import ProtocolError
+from sglang_wavepp.messages import (
+    Capacity,
+    Forget,
+    Grow,
+    Grown,
+    Held,
+    Hint,
+    HintQuery,
+    Hold,
+    HoldItem,
+    Message,
+    Nack,
+    Release,
+    Ungrow,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What admission may use, agreed over all stages. Lengths are tokens."""
+
+    stages: int
+    pool: int
+    """KV tokens of the smallest stage."""
+    running: int
+    """Committed requests at a time."""
+    page: int
+    reserve: int
+    """KV room promised beyond the prompt at admission, and at each growth."""
+    ahead: int
+    """Committed prompt tokens that no wave was planned for yet, beyond which admission waits."""
+    round_bound: float
+    """Seconds after which an unanswered round is an error."""
+
+
+class State(enum.Enum):
+    OFFERED = "waiting for hints"
+    HINTED = "in the queue"
+    HOLDING = "in a hold round"
+    AGREED = "held by every stage"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Admission:
+    """One request on its way in."""
+
+    seq: int
+    length: int
+    remaining: int
+    """Output tokens that it may still produce."""
+    arrived: float
+    state: State = State.OFFERED
+    candidate: int = 0
+    until: int = 0
+    hints: dict[int, int] = dataclasses.field(default_factory=dict)
+    hinted_at: int = -1
+    asked_again: bool = False
+    """Its hint was refreshed for this attempt: use it, however many waves finish meanwhile."""
+    rounds: int = 0
+    retracted: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Committed:
+    """Event: every stage holds the request; the loop logs it."""
+
+    seq: int
+    order: int
+    boundary: int
+    length: int
+    until: int
+    rounds: int
+    waited: float
+    """Seconds from arrival (or from the retraction) to this event."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rejected:
+    """Event: the request cannot be served; the client is told why."""
+
+    seq: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GrowthGranted:
+    """Event: every stage escrowed room for these running requests: (seq, KV length)."""
+
+    items: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GrowthRefused:
+    """Event: some stage has no room for a running request; the loop must retract somebody."""
+
+    seq: int
+
+
+Event = Committed | Rejected | GrowthGranted | GrowthRefused
+
+
+@dataclasses.dataclass(slots=True)
+class _Round:
+    number: int
+    started: float
+    holds: list[Admission]
+    grows: list[tuple[int, int]]
+    answers: dict[int, list]
+
+
+class Leader:
+    """Admission over all stages. `outbox` holds (rank or None for all ranks, message)."""
+
+    MAX_ROUND = 32
+    """Items in one hold round: bounds how long the guard is taken in one go on a member."""
+
+    def __init__(self, limits: Limits, now: Callable[[], float]) -> None:
+        self.limits = limits
+        self.outbox: list[tuple[int | None, Message]] = []
+        self.events: list[Event] = []
+        self.epoch = 0
+        self._now = now
+        self._new: dict[int, Admission] = {}
+        self._queue: list[Admission] = []
+        self._running: dict[int, int] = {}
+        """seq -> escrowed KV length of committed requests."""
+        self._round: _Round | None = None
+        self._round_number = 0
+        self._order = 0
+        self._growth: dict[int, int] = {}
+        self._growth_blocked = False
+        self._blocked = False
+        self._barrier = False
+        self._unplanned = 0
+        self._finished_waves = 0
+
+    # --- state, for the caller ---------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """No request is known to the leader."""
+        return not self._new and not self._queue and not self._running
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not committed."""
+        return len(self._new) + len(self._queue)
+
+    def is_waiting(self, seq: int) -> bool:
+        """Is the request known and not committed?"""
+        return seq in self._new or any(a.seq == seq for a in self._queue)
+
+    # --- inputs ------------------------------------------------------------------------------
+
+    def arrive(self, seq: int, length: int, remaining: int) -> None:
+        """A request came in and was offered to every stage."""
+        self._new[seq] = Admission(seq, length, remaining, self._now())
+
+    def retracted(self, seq: int, length: int, remaining: int) -> None:
+        """A committed request gave its KV back: it returns to the head of the queue."""
+        self._running.pop(seq, None)
+        self._growth.pop(seq, None)
+        again = Admission(seq, length, remaining, self._now(), State.HINTED, retracted=True)
+        place = sum(a.retracted for a in self._queue)
+        self._queue.insert(place, again)
+        self._unblock()
+
+    def finished(self, seqs: Iterable[int]) -> None:
+        """Committed requests ended."""
+        for seq in seqs:
+            self._running.pop(seq, None)
+            self._growth.pop(seq, None)
+        self._unblock()
+
+    def planned(self, tokens: int) -> None:
+        """Stage 0 planned prompt tokens of committed requests."""
+        self._unplanned -= tokens
+
+    def wave_finished(self) -> None:
+        """Some wave's output was applied: earlier hints may be too short now."""
+        self._finished_waves += 1
+
+    def want_growth(self, seq: int, until: int) -> None:
+        """A running request needs room up to KV length `until`. Goes before new admissions."""
+        if seq in self._running:
+            self._growth[seq] = until
+
+    def cancel(self, seq: int) -> bool:
+        """Drop an uncommitted request on every stage. False if it is committed or unknown."""
+        found = self._new.pop(seq, None)
+        if found is None:
+            found = next((a for a in self._queue if a.seq == seq), None)
+            if found is None:
+                return False
+            self._queue.remove(found)
+        self._send(Forget([seq]))
+        self._unblock()
+        return True
+
+    def barrier(self, on: bool) -> None:
+        """While a barrier is up nothing is committed and no hold is sent."""
+        self._barrier = on
+
+    def new_epoch(self) -> None:
+        """Every stage applied a tree reset. Nothing may be held or committed at this point."""
+        if self._running or self._round is not None:
+            raise ProtocolError("the tree was reset while requests were held or running")
+        self.epoch += 1
+        for admission in self._queue:
+            admission.state, admission.asked_again, admission.hinted_at = State.HINTED, False, -1
+
+    def on_message(self, rank: int, message: Message) -> None:
+        """One answer of a member. Stale answers are dropped."""
+        if isinstance(message, Hint):
+            self._on_hint(rank, message)
+        elif isinstance(message, Held | Grown | Nack):
+            self._on_answer(rank, message)
+        elif isinstance(message, Capacity):
+            self._unblock()
+        else:
+            raise ProtocolError(f"stage {rank} sent {type(message).__name__} to the leader")
+
+    # --- rounds ------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Commit what is agreed and start the next round, if there is anything to do."""
+        if self._barrier:
+            return
+        self._commit()
+        if self._round is not None:
+            return
+        if self._growth and not self._growth_blocked:
+            self._start_growth()
+        elif not self._growth:
+            self._start_hold()
+
+    def check(self) -> None:
+        """Raises `ProtocolError` if a round is open for longer than its bound."""
+        r = self._round
+        if r is not None and self._now() - r.started > self.limits.round_bound:
+            missing = [rank for rank in range(self.limits.stages) if rank not in r.answers]
+            raise ProtocolError(
+                f"stage {', '.join(map(str, missing))} did not answer round {r.number} "
+                f"within {self.limits.round_bound:.0f} s"
+            )
+
+    def _commit(self) -> None:
+        while self._queue and self._queue[0].state is State.AGREED:
+            if len(self._running) >= self.limits.running:
+                return
+            a = self._queue.pop(0)
+            self._running[a.seq] = a.until
+            self._unplanned += a.length - a.candidate
+            waited = self._now() - a.arrived
+            self.events.append(
+                Committed(a.seq, self._order, a.candidate, a.length, a.until, a.rounds, waited)
+            )
+            self._order += 1
+
+    def _start_hold(self) -> None:
+        if self._blocked:
+            return
+        room = self.limits.running - len(self._running)
+        ahead = self.limits.ahead - self._unplanned
+        items: list[Admission] = []
+        for a in self._queue:
+            if room <= 0 or ahead <= 0 or len(items) >= self.MAX_ROUND or a.state is State.OFFERED:
+                break
+            room -= 1
+            ahead -= a.length - a.candidate
+            if a.state is State.HINTED:
+                items.append(a)
+        stale = [a for a in items if a.hinted_at != self._finished_waves and not (a.until or a.asked_again)]
+        if stale:
+            self._ask_again(stale)
+        elif items:
+            for a in items:
+                a.state = State.HOLDING
+                a.rounds += 1
+                a.until = self._until(a.length, a.remaining)
+            self._open_round(items, [])
+            holds = [HoldItem(a.seq, a.candidate, a.until) for a in items]
+            self._send(Hold(self.epoch, self._round_number, holds))
+
+    def _ask_again(self, stale: list[Admission]) -> None:
+        for a in stale:
+            a.hints.clear()
+            a.state, a.asked_again = State.OFFERED, True
+            a.hinted_at = self._finished_waves
+            a.rounds += 1
+        self._send(HintQuery(self.epoch, [a.seq for a in stale]))
+
+    def _until(self, length: int, remaining: int) -> int:
+        most = self.limits.pool - self.limits.page
+        return max(length, min(length + min(remaining, self.limits.reserve), most))
+
+    def _start_growth(self) -> None:
+        items = list(self._growth.items())
+        self._open_round([], items)
+        self._send(Grow(self.epoch, self._round_number, items))
+
+    def _open_round(self, holds: list[Admission], grows: list[tuple[int, int]]) -> None:
+        self._round_number += 1
+        self._round = _Round(self._round_number, self._now(), holds, grows, {})
+
+    def _on_hint(self, rank: int, message: Hint) -> None:
+        if message.epoch != self.epoch:
+            return
+        for item in message.items:
+            a = self._new.get(item.seq)
+            if a is None:
+                a = next((q for q in self._queue if q.seq == item.seq), None)
+            if a is None or a.state is not State.OFFERED:
+                continue
+            if item.error:
+                self.cancel(item.seq)
+                self.events.append(Rejected(item.seq, f"stage {rank}: {item.error}"))
+                continue
+            a.hints[rank] = item.boundary
+            if len(a.hints) < self.limits.stages:
+                continue
+            a.candidate = min(a.hints.values())
+            a.state = State.HINTED
+            if self._new.pop(item.seq, None) is not None:
+                a.rounds += 1
+                a.hinted_at = self._finished_waves
+                self._queue.append(a)
+
+    def _on_answer(self, rank: int, message: Held | Grown | Nack) -> None:
+        r = self._round
+        if r is None or message.round != r.number:
+            return
+        if isinstance(message, Nack):
+            raise ProtocolError(f"stage {rank} is in epoch {message.epoch}, the leader in {self.epoch}")
+        answer: list = message.items if isinstance(message, Held) else message.granted
+        if len(answer) != len(r.holds) + len(r.grows):
+            raise ProtocolError(f"stage {rank} answered {len(answer)} items in round {r.number}")
+        r.answers[rank] = answer
+        if len(r.answers) < self.limits.stages:
+            return
+        self._round = None
+        columns = list(zip(*(r.answers[k] for k in range(self.limits.stages)), strict=True))
+        if r.grows:
+            self._end_growth(r, columns)
+        else:
+            self._end_hold(r, columns)
+
+    def _end_hold(self, r: _Round, columns: list[tuple]) -> None:
+        for a, column in zip(r.holds, columns, strict=True):
+            if a not in self._queue:
+                continue  # cancelled meanwhile: FORGET is on its way behind the hold
+            if not all(item.granted for item in column):
+                self._refused(a, [rank for rank, item in enumerate(column) if item.hopeless])
+                return
+            boundary = min(item.boundary for item in column)
+            if all(item.boundary == a.candidate for item in column):
+                a.state = State.AGREED
+            else:
+                a.candidate, a.state = boundary, State.HINTED
+
+    def _refused(self, refused: Admission, hopeless: list[int]) -> None:
+        """No room for `refused`: everything from it on is given back, and the queue waits for room."""
+        if hopeless and not self._running:
+            self.cancel(refused.seq)
+            self.events.append(
+                Rejected(
+                    refused.seq,
+                    f"stage {hopeless[0]} has no room for {refused.until} tokens although it is idle",
+                )
+            )
+        back = self._queue if refused not in self._queue else self._queue[self._queue.index(refused) :]
+        given = [a for a in back if a.state in (State.AGREED, State.HOLDING) or a.until]
+        for a in given:
+            a.state, a.until, a.asked_again = State.HINTED, 0, False
+        if given:
+            self._send(Release(self.epoch, [a.seq for a in given]))
+        self._blocked = refused in self._queue
+
+    def _end_growth(self, r: _Round, columns: list[tuple]) -> None:
+        granted: list[tuple[int, int]] = []
+        back: list[tuple[int, int]] = []
+        for (seq, until), column in zip(r.grows, columns, strict=True):
+            if seq not in self._running:
+                continue
+            if all(column):
+                self._running[seq] = until
+                granted.append((seq, until))
+                if self._growth.get(seq, 0) <= until:
+                    self._growth.pop(seq, None)
+            else:
+                back.append((seq, self._running[seq]))
+        if granted:
+            self.events.append(GrowthGranted(tuple(granted)))
+        if back:
+            self._send(Ungrow(self.epoch, back))
+            self._growth_blocked = True
+            self.events.append(GrowthRefused(back[0][0]))
+
+    def _unblock(self) -> None:
+        self._blocked = self._growth_blocked = False
+
+    def _send(self, message: Message) -> None:
+        self.outbox.append((None, message))

@@ -1,0 +1,337 @@
+"""The wave loop: what replaces `Scheduler.event_loop_pp`. One class for stage 0, one for the members.
+
+The LOOP thread alone applies the log. It sleeps on one inbox of calls that the WAVE thread posts, so an
+idle stage uses no CPU and wakes on the first input. It holds the stage's guard for everything but waiting
+for activations, running the device and waiting for the inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.io_struct import PauseGenerationReqInput, RpcReqOutput, ShutdownReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from sglang_wavepp.codec import decode_request, encode_control
+from sglang_wavepp.errors import DivergenceError
+from sglang_wavepp.executor import Executor
+from sglang_wavepp.leader import Committed
+from sglang_wavepp.log import DecisionLog
+from sglang_wavepp.messages import (
+    Commit,
+    Control,
+    ControlDone,
+    Decision,
+    Decode,
+    Drop,
+    Output,
+    Prefill,
+    WaveDone,
+)
+from sglang_wavepp.sequencer import Sequencer
+
+logger = logging.getLogger(__name__)
+
+_IDLE_HOUSEKEEPING_S = 5.0
+
+
+class Progress:
+    """What the loop is at, for the WAVE thread's watch."""
+
+    def __init__(self) -> None:
+        self.doing = ""
+        """Empty while the loop waits for input."""
+        self.since = time.monotonic()
+        self.long = False
+        """A control operation that may take minutes, such as a weight load."""
+
+    def at(self, doing: str, long: bool = False) -> None:
+        """The loop begins something."""
+        self.since = time.monotonic()
+        self.long = long
+        self.doing = doing
+
+
+class StageLoop:
+    """What both loops share: the inbox, running a wave, control requests, idleness."""
+
+    def __init__(self, stage: Any) -> None:
+        self.stage = stage
+        self.s = stage.scheduler
+        self.log = DecisionLog(stage.rank)
+        self.executor = Executor(stage.scheduler, stage.member, stage.stages)
+        self.progress = Progress()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._sends: deque[tuple[int, list[Any]]] = deque()
+        self._checked_idle = 0.0
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` in the loop, in the order of posting. Any thread; never blocks."""
+        self._inbox.put(call)
+
+    def run(self) -> None:
+        """Serve until a shutdown request is applied."""
+        raise NotImplementedError
+
+    def _take(self, timeout: float) -> bool:
+        """Run what is in the inbox; wait for the first up to `timeout` seconds. False if there was nothing."""
+        try:
+            call = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()
+        except queue.Empty:
+            return False
+        while True:
+            call()
+            try:
+                call = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+
+    def _wait(self) -> None:
+        """Nothing to do: housekeeping if the stage is idle, then sleep on the inbox."""
+        idle = not self.executor.live
+        if idle and self._inbox.empty():
+            now = time.monotonic()
+            if now - self._checked_idle > _IDLE_HOUSEKEEPING_S or not self.s._sched_idled:
+                self._checked_idle = now
+                self._settle_sends(None)
+                self.s._sched_idled = True
+                with self.stage.guard:
+                    self.s.on_idle()
+        self.progress.at("")
+        self._take(_IDLE_HOUSEKEEPING_S if idle else 1.0)
+
+    def _run_wave(self, d: Prefill | Decode) -> None:
+        e, p = self.executor, self.progress
+        p.at(f"preparing wave {d.wave}")
+        with self.stage.guard:
+            batch = e.prepare_prefill(d) if isinstance(d, Prefill) else e.prepare_decode(d)
+        self._settle_sends(d.wave - self.stage.run_ahead)
+        if self.stage.rank:
+            p.at(f"waiting for the activations of wave {d.wave} from stage {self.stage.rank - 1}")
+        proxy = e.receive(d.wave)
+        p.at(f"running wave {d.wave}")
+        result = e.launch(d.wave, batch, proxy)
+        if self.stage.rank < self.stage.stages - 1:
+            p.at(f"sending the activations of wave {d.wave} to stage {self.stage.rank + 1}")
+            self._sends.append((d.wave, e.send(d.wave, result)))
+        with self.stage.guard:
+            e.after_launch(d.wave)
+
+    def _settle_sends(self, upto: int | None) -> None:
+        """Let go of the buffers of waves up to `upto` (None: all). They were received long ago."""
+        while self._sends and (upto is None or self._sends[0][0] <= upto):
+            self.executor.wait_sent(self._sends.popleft()[1])
+
+    def _apply_control(self, request: Any, idle: bool) -> Any:
+        name = type(request).__name__
+        self.progress.at(f"applying {name}", long=True)
+        if isinstance(request, ShutdownReq):
+            self.stage.leaving = True
+        with self.stage.guard:
+            self.stage.control_idle = idle
+            try:
+                return self.s._request_dispatcher(request)
+            finally:
+                self.stage.control_idle = None
+
+
+class MemberLoop(StageLoop):
+    """Stages 1 to P-1: apply the log, decide nothing."""
+
+    def run(self) -> None:
+        last = self.s.pp_group.is_last_rank
+        while not self.s.gracefully_exit:
+            if not self._take(0):
+                if last and (done := self.executor.sampled(wait=True)) is not None:
+                    self.stage.wave.send(done)
+                else:
+                    self._wait()
+
+    def entries(self, first: int, entries: list[bytes]) -> None:
+        """Apply consecutive log entries."""
+        for i, entry in enumerate(entries):
+            self._apply(self.log.read(first + i, entry))
+            if self.s.pp_group.is_last_rank:
+                while (done := self.executor.sampled(wait=False)) is not None:
+                    self.stage.wave.send(done)
+
+    def _apply(self, d: Decision) -> None:
+        if isinstance(d, Prefill | Decode):
+            self._run_wave(d)
+        elif isinstance(d, Control):
+            self._control(d)
+        else:
+            self.progress.at(f"applying {type(d).__name__}")
+            with self.stage.guard:
+                if isinstance(d, Commit):
+                    self.executor.commit(d)
+                    if self.stage.wave.digest_of(d.seq) != d.digest:
+                        raise DivergenceError(f"request {d.seq} has another payload here than on stage 0")
+                elif isinstance(d, Output):
+                    self.executor.apply_output(d)
+                elif isinstance(d, Drop):
+                    self.executor.drop(d)
+            self.stage.wave.freed()
+
+    def _control(self, d: Control) -> None:
+        position = self.log.position - 1
+        error = ""
+        output = self._apply_control(decode_request(d.payload), d.idle)
+        if getattr(output, "success", True) is False:
+            error = str(getattr(output, "message", "")) or "failed"
+        self.stage.wave.send(ControlDone(position, self.stage.member.epoch, error))
+
+
+class LeaderLoop(StageLoop):
+    """Stage 0: plan, log, apply."""
+
+    def __init__(self, stage: Any, sequencer: Sequencer) -> None:
+        super().__init__(stage)
+        self.sequencer = sequencer
+        self._controls: deque[tuple[Any, bool]] = deque()
+        self._answers: dict[int, tuple[Any, Any]] = {}
+        """Log position of a control decision -> (request, output) until every stage has applied it."""
+        self._aborts: dict[int, FINISH_ABORT] = {}
+        """What the clients of aborted requests are told."""
+
+    def run(self) -> None:
+        while not (self.s.gracefully_exit and not self._answers):
+            self._take(0)
+            if not self._advance():
+                self._wait()
+
+    # --- posted by the WAVE thread -----------------------------------------------------------
+
+    def commit(self, c: Committed, req: Any, digest: int) -> None:
+        """Every stage holds the request: log it."""
+        d = Commit(c.seq, c.order, c.boundary, c.length, c.until, digest)
+        self._publish(d)
+        with self.stage.guard:
+            self.executor.commit(d)
+            self.s.waiting_queue.remove(req)
+        most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+        self.sequencer.commit(c.seq, c.order, c.boundary, c.length, c.until, min(most, self.stage.longest))
+        stats = self.stage.stats
+        stats.admission(rounds=c.rounds, waited_s=c.waited, length=c.length, boundary=c.boundary)
+
+    def wave_done(self, done: WaveDone) -> None:
+        """The last stage has finished a wave: apply its outputs and log them."""
+        self.progress.at(f"applying the outputs of wave {done.wave}")
+        group = self.sequencer.join_group(done.wave)
+        with self.stage.guard:
+            finished = self.executor.output(done.wave, group, done.tokens, done.extra)
+        for seq in finished:
+            self._aborts.pop(seq, None)
+        self._publish(Output(done.wave, group, done.tokens, finished, done.extra))
+        self.sequencer.output(done.wave, group, finished)
+        self.stage.wave.waves_finished(finished)
+
+    def abort(self, seq: int, reason: dict[str, Any] | None) -> None:
+        """A client aborted a committed request: it leaves when none of its waves is in flight."""
+        if not self.sequencer.drop(seq):
+            return
+        given = {k: v for k, v in (reason or {}).items() if k != "type" and v is not None}
+        self._aborts[seq] = FINISH_ABORT(**given)
+
+    def grown(self, items: tuple[tuple[int, int], ...]) -> None:
+        """Every stage promised running requests more room."""
+        self.sequencer.grown(items)
+
+    def growth_refused(self, seq: int) -> None:
+        """Some stage has no room for a running request."""
+        self.sequencer.growth_refused(seq)
+
+    def control(self, request: Any, idle: bool) -> None:
+        """A control request; admission stands still until it was applied by every stage."""
+        self._controls.append((request, idle))
+
+    def control_done(self, position: int, errors: list[str]) -> None:
+        """Every member applied the control decision at `position`."""
+        request, output = self._answers.pop(position)
+        ok = getattr(output, "success", True)
+        if (ok is False) != bool(errors):
+            raise DivergenceError(
+                f"{type(request).__name__} went {'well' if ok else 'wrong'} on stage 0 but not so on "
+                f"others: {'; '.join(errors) or 'no error'}"
+            )
+        with self.stage.guard:
+            self._answer(request, output)
+        self.stage.wave.control_over()
+
+    # --- planning ----------------------------------------------------------------------------
+
+    def _advance(self) -> bool:
+        """Log and apply the next decision. False if there is none."""
+        if self._controls and self._control_ready():
+            self._log_control(*self._controls.popleft())
+            return True
+        d = self.sequencer.next(self.log.digest)
+        if self.sequencer.growth_requests:
+            self.stage.wave.want_growth(self.sequencer.growth_requests)
+            self.sequencer.growth_requests = []
+        if d is None:
+            return False
+        self._publish(d)
+        if isinstance(d, Drop):
+            self._drop(d)
+            return True
+        stats = self.stage.stats
+        if isinstance(d, Prefill):
+            stats.prefill_waves += 1
+            self.stage.wave.planned(sum(span.end - span.begin for span in d.spans))
+        else:
+            stats.decode_waves += 1
+        assert isinstance(d, Prefill | Decode)
+        self._run_wave(d)
+        return True
+
+    def _publish(self, d: Decision) -> None:
+        self.stage.wave.publish(self.log.position, self.log.append(d))
+
+    def _drop(self, d: Drop) -> None:
+        with self.stage.guard:
+            if not d.retract:
+                for seq in d.seqs:
+                    no_room = FINISH_ABORT("The KV cache has no room for another token of this request.")
+                    self.executor.request(seq).to_finish = self._aborts.pop(seq, no_room)
+            reqs = self.executor.drop(d)
+            if d.retract:
+                self.stage.stats.retracted += len(reqs)
+                self.s.waiting_queue[:0] = reqs
+            else:
+                self.s.output_streamer.stream_output(reqs, any(r.return_logprob for r in reqs))
+        if d.retract:
+            self.stage.wave.retracted(list(zip(d.seqs, reqs, strict=True)))
+        else:
+            self.stage.wave.waves_finished(d.seqs)
+
+    # --- control requests --------------------------------------------------------------------
+
+    def _control_ready(self) -> bool:
+        """A pause that retracts waits until everything was retracted; everything else goes at once."""
+        request = self._controls[0][0]
+        if not (isinstance(request, PauseGenerationReqInput) and request.mode == "retract"):
+            return True
+        self.sequencer.retract_all()
+        return not self.sequencer.live
+
+    def _log_control(self, request: Any, idle: bool) -> None:
+        position = self.log.position
+        self._publish(Control(encode_control(request), idle))
+        output = self._apply_control(request, idle)
+        self.sequencer.paused = bool(self.s._engine_paused)
+        self._answers[position] = (request, output)
+        self.stage.wave.control_logged(position)
+
+    def _answer(self, request: Any, output: Any) -> None:
+        if output is None:
+            return
+        if isinstance(output, RpcReqOutput):
+            self.stage.wave.answer_rpc(output)
+        else:
+            self.s.send_control_output(output, request)

@@ -1,0 +1,233 @@
+"""The member's side of admission: what one stage answers to the leader. Pure; every stage runs one.
+
+Calls come from two threads. The WAVE thread feeds the `on_*` methods with messages; the LOOP thread
+calls the methods under "the loop's side" while it applies the log. Everything that touches the tree or
+the ledger happens under the stage's guard, which the LOOP thread holds for each whole compound
+operation, so the inequality of the ledger is never evaluated in the middle of one.
+
+Ownership: a lease and its escrow belong to this machine until `take`; from COMMIT on they belong to the
+loop. The leader's frames can only give back what is uncommitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from sglang_wavepp.errors import ProtocolError
+from sglang_wavepp.messages import (
+    Capacity,
+    Forget,
+    Grow,
+    Grown,
+    Held,
+    HeldItem,
+    Hint,
+    HintItem,
+    HintQuery,
+    Hold,
+    Message,
+    Nack,
+    Release,
+    Ungrow,
+)
+from sglang_wavepp.radix.lease import Lease, LeaseTable
+from sglang_wavepp.radix.ledger import Ledger
+from sglang_wavepp.radix.protocol import PrefixTree
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemberStatistics:
+    """What one stage holds for requests; all zero on an idle server."""
+
+    offered: int
+    """Requests that are known and not committed."""
+    leases: int
+    """Leases of uncommitted or committed but not yet started requests."""
+    committed: int
+    """Requests between COMMIT and their end."""
+    escrow_tokens: int
+    escrow_rows: int
+    refused: int
+    """Holds and growths refused since the start for want of room."""
+
+
+class Member:
+    """Admission state of one stage.
+
+    Args:
+        tree: the stage's prefix tree and pools.
+        guard: makes the context manager under which the tree and the ledger may be touched.
+        send: hands a message to the leader; must not block.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        guard: Callable[[], AbstractContextManager[Any]],
+        send: Callable[[Message], None],
+    ) -> None:
+        self._tree = tree
+        self._guard = guard
+        self._send = send
+        self.ledger = Ledger(tree)
+        self.leases = LeaseTable(tree)
+        self._offered: dict[int, Any] = {}
+        self._committed: dict[int, Any] = {}
+        self._parked: list[Message] = []
+        self._refused_since_freed = False
+
+    @property
+    def epoch(self) -> int:
+        """Number of tree resets so far."""
+        return self.leases.epoch
+
+    # --- the WAVE thread's side --------------------------------------------------------------
+
+    def offered(self, seq: int, prefix: Any) -> None:
+        """A request is ready on this stage (payload verified, grammar compiled): hint its prefix."""
+        self._offered[seq] = prefix
+        self._hint([seq])
+
+    def failed(self, seq: int, error: str) -> None:
+        """This stage cannot serve the request. The leader decides what becomes of it."""
+        self._send(Hint(self.epoch, [HintItem(seq, 0, error)]))
+
+    def on_message(self, message: Message) -> None:
+        """One frame of the leader. Raises `ProtocolError` on a frame that no leader sends."""
+        epoch = getattr(message, "epoch", self.epoch)
+        if epoch > self.epoch:
+            self._parked.append(message)
+        elif epoch < self.epoch:
+            self._send(Nack(self.epoch, getattr(message, "round", 0)))
+        elif isinstance(message, HintQuery):
+            self._hint(message.seqs)
+        elif isinstance(message, Hold):
+            self._hold(message)
+        elif isinstance(message, Release):
+            self._release(message.seqs)
+        elif isinstance(message, Forget):
+            self._release(message.seqs)
+            for seq in message.seqs:
+                self._offered.pop(seq, None)
+        elif isinstance(message, Grow):
+            self._grow(message)
+        elif isinstance(message, Ungrow):
+            with self._guard():
+                for seq, until in message.items:
+                    if seq in self._committed:
+                        self.ledger.shrink(seq, until)
+        else:
+            raise ProtocolError(f"a member got {type(message).__name__}, which no leader sends")
+
+    def unpark(self) -> None:
+        """Handle frames that came before this stage's loop had reached their epoch."""
+        parked, self._parked = self._parked, []
+        for message in parked:
+            self.on_message(message)
+
+    def _hint(self, seqs: Iterable[int]) -> None:
+        items = []
+        for seq in seqs:
+            prefix = self._offered.get(seq)
+            if prefix is not None:
+                items.append(HintItem(seq, self._tree.probe(prefix, prefix.max_boundary)))
+        if items:
+            self._send(Hint(self.epoch, items))
+
+    def _hold(self, message: Hold) -> None:
+        answers: list[HeldItem] = []
+        void = False
+        for item in message.items:
+            prefix = self._offered.get(item.seq)
+            if void or prefix is None:
+                answers.append(HeldItem(item.seq, 0, False))
+                continue
+            with self._guard():
+                lease = self.leases.acquire(item.seq, prefix, item.boundary)
+                granted = self.ledger.grant(item.seq, lease.boundary, item.until)
+                if not granted:
+                    self.leases.release(lease)
+                    self._refused_since_freed = True
+                hopeless = not granted and not self._committed and not len(self.leases)
+            void = not granted
+            answers.append(HeldItem(item.seq, lease.boundary, granted, hopeless))
+        self._send(Held(self.epoch, message.round, answers))
+
+    def _release(self, seqs: Iterable[int]) -> None:
+        tell = False
+        for seq in seqs:
+            if seq not in self._offered:
+                continue
+            with self._guard():
+                lease = self.leases.get(seq)
+                if lease is not None:
+                    self.leases.release(lease)
+                    self.ledger.close(seq)
+                    tell = tell or self.freed()
+        if tell:
+            self._send(self.capacity())
+
+    def _grow(self, message: Grow) -> None:
+        granted = []
+        for seq, until in message.items:
+            with self._guard():
+                # A request that ended meanwhile needs no room; the leader learns of the end from the log.
+                granted.append(seq not in self._committed or self.ledger.grow(seq, until))
+                if not granted[-1]:
+                    self._refused_since_freed = True
+        self._send(Grown(self.epoch, message.round, granted))
+
+    # --- the loop's side (the loop holds the guard) ------------------------------------------
+
+    def take(self, seq: int, boundary: int) -> tuple[Any, Lease]:
+        """COMMIT: the request and its lease now belong to the loop.
+
+        Raises `ProtocolError` if the stage does not hold what the log says.
+        """
+        prefix = self._offered.pop(seq, None)
+        lease = self.leases.get(seq)
+        if prefix is None or lease is None or lease.boundary != boundary:
+            held = "no lease" if lease is None else f"a lease of {lease.boundary} tokens"
+            raise ProtocolError(f"request {seq} was committed at {boundary} tokens, this stage has {held}")
+        self._committed[seq] = prefix
+        return prefix, lease
+
+    def finish(self, seq: int) -> None:
+        """The request ended: its escrow is over."""
+        self._committed.pop(seq, None)
+        self.ledger.close(seq)
+
+    def retract(self, seq: int) -> None:
+        """The request gave its KV back and waits for admission again."""
+        self._offered[seq] = self._committed.pop(seq)
+        self.ledger.close(seq)
+
+    def freed(self) -> bool:
+        """Room may have become free. True if the leader should be told, since it was refused before."""
+        refused, self._refused_since_freed = self._refused_since_freed, False
+        return refused
+
+    def capacity(self) -> Capacity:
+        """The message to send after `freed` said so."""
+        return Capacity(self.epoch)
+
+    def reset(self) -> None:
+        """The tree was reset at a log position: all receipts are void, nothing is promised any more."""
+        self.leases.reset()
+        for seq in [*self._offered, *self._committed]:
+            self.ledger.close(seq)
+
+    def statistics(self) -> MemberStatistics:
+        """A snapshot; taken without the guard, so it may be torn between two operations."""
+        ledger = self.ledger.statistics()
+        return MemberStatistics(
+            len(self._offered),
+            len(self.leases),
+            len(self._committed),
+            ledger.tokens,
+            ledger.rows,
+            ledger.refused,
+        )

@@ -1,0 +1,222 @@
+"""Stage 0's planner: which decision comes next in the log. Pure.
+
+It knows every committed request, what was planned for it and which waves are in flight, and answers
+`next()` with the next decision or None. Its policy:
+
+* at most `run_ahead` waves are issued that the last stage has not acknowledged, so that late arrivals
+  and aborts still find a place;
+* prefill and decode waves alternate while there is work for both; otherwise whichever has work runs;
+* prefill is packed first come, first served (`mpu.packing`) into a static budget;
+* decode rows live in groups, one wave of a group in flight at a time; a finished prompt joins the
+  smallest group, so up to `groups` decode waves fill the pipeline;
+* a row whose escrow ends soon asks for more ahead of time. If a stage refuses, the youngest request is
+  retracted, never the oldest, so something always finishes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from sglang_wavepp.errors import ProtocolError
+from sglang_wavepp.messages import Decision, Decode, Drop, Prefill, Span
+from sglang_wavepp.mpu.packing import Pending, pack
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Live:
+    """A committed request. Lengths are tokens of KV."""
+
+    seq: int
+    order: int
+    length: int
+    """Prompt tokens, and after a retraction the output before it: what prefill has to produce."""
+    planned: int
+    until: int
+    """KV length that every stage has promised."""
+    most: int
+    """KV length at which the request certainly ends."""
+    group: int = -1
+    in_flight: int = 0
+    asked: int = 0
+    drop: str = ""
+
+    @property
+    def decoding(self) -> bool:
+        return self.group >= 0
+
+
+class Sequencer:
+    """Plans waves.
+
+    Args:
+        budget: prompt tokens of a prefill wave.
+        page: tokens of a KV page; spans are cut at page boundaries.
+        run_ahead: unacknowledged waves at most.
+        groups: decode groups, one for each stage of the pipeline.
+        growth: tokens that a growth asks for.
+    """
+
+    def __init__(self, *, budget: int, page: int, run_ahead: int, groups: int, growth: int) -> None:
+        self._budget, self._page = budget, page
+        self._run_ahead, self._growth = run_ahead, growth
+        self._live: dict[int, Live] = {}
+        self._groups: list[list[int]] = [[] for _ in range(groups)]
+        self._busy: set[int] = set()
+        """Groups with a wave in flight."""
+        self._latest = [-1] * groups
+        """The latest wave of each group."""
+        self._waves: dict[int, tuple[int, list[tuple[int, bool]]]] = {}
+        """wave -> (group or -1, rows as (seq, is the prompt complete with it))."""
+        self._next_wave = 0
+        self._last_was_prefill = False
+        self.paused = False
+        self.growth_requests: list[tuple[int, int]] = []
+        self.planned_tokens = 0
+
+    @property
+    def live(self) -> int:
+        """Committed requests."""
+        return len(self._live)
+
+    @property
+    def in_flight(self) -> int:
+        """Waves that the last stage has not acknowledged."""
+        return len(self._waves)
+
+    # --- inputs ------------------------------------------------------------------------------
+
+    def commit(self, seq: int, order: int, boundary: int, length: int, until: int, most: int) -> None:
+        """A request was committed with `boundary` reused tokens."""
+        self._live[seq] = Live(seq, order, length, boundary, until, most)
+
+    def grown(self, items: Iterable[tuple[int, int]]) -> None:
+        """Every stage promised more room: (seq, KV length)."""
+        for seq, until in items:
+            if seq in self._live:
+                self._live[seq].until = until
+
+    def growth_refused(self, seq: int) -> None:
+        """Some stage has no room for `seq`: the youngest request gives its room back."""
+        if seq not in self._live or any(r.drop for r in self._live.values()):
+            return  # it ended meanwhile, or room is being made already
+        youngest = max(self._live.values(), key=lambda r: r.order)
+        youngest.drop = "retract" if len(self._live) > 1 else "abort"
+
+    def drop(self, seq: int, retract: bool = False) -> bool:
+        """Take a request out as soon as none of its waves is in flight. False if it is unknown."""
+        request = self._live.get(seq)
+        if request is None:
+            return False
+        request.drop = "retract" if retract and request.drop != "abort" else "abort"
+        return True
+
+    def retract_all(self) -> None:
+        """Plan no more waves, and take every request out to be admitted again later."""
+        self.paused = True
+        for seq in self._live:
+            self.drop(seq, retract=True)
+
+    def join_group(self, wave: int) -> int:
+        """The group that the rows of `wave` go on in: their own, or the smallest one after prefill."""
+        group, _ = self._waves[wave]
+        if group >= 0:
+            return group
+        return min(range(len(self._groups)), key=lambda g: len(self._groups[g]))
+
+    def output(self, wave: int, group: int, finished: Iterable[int]) -> None:
+        """The last stage acknowledged `wave`; `finished` requests ended with it."""
+        if wave not in self._waves:
+            raise ProtocolError(f"wave {wave} was acknowledged, but it is not in flight")
+        was, rows = self._waves.pop(wave)
+        self._busy.discard(was)
+        ended = set(finished)
+        for seq, complete in rows:
+            request = self._live[seq]
+            request.in_flight -= 1
+            if seq in ended:
+                self._remove(request)
+            elif complete and not request.decoding:
+                request.group = group
+                self._groups[group].append(seq)
+
+    # --- output ------------------------------------------------------------------------------
+
+    def next(self, digest: int) -> Decision | None:
+        """The next decision to log, or None while there is nothing to do. `digest` is the log's so far."""
+        dropped = [r for r in self._live.values() if r.drop and not r.in_flight]
+        if dropped:
+            retract = dropped[0].drop == "retract"
+            dropped = [r for r in dropped if (r.drop == "retract") == retract]
+            for request in dropped:
+                self._remove(request)
+            return Drop([r.seq for r in dropped], retract)
+        if self.paused or len(self._waves) >= self._run_ahead:
+            return None
+        kinds = (self._decode, self._prefill) if self._last_was_prefill else (self._prefill, self._decode)
+        for kind in kinds:
+            decision = kind(digest)
+            if decision is not None:
+                self._last_was_prefill = isinstance(decision, Prefill)
+                return decision
+        return None
+
+    def _prefill(self, digest: int) -> Prefill | None:
+        pending = (
+            Pending(r.seq, r.planned, r.length)
+            for r in self._live.values()
+            if r.planned < r.length and not r.drop
+        )
+        spans = pack(pending, self._budget, self._page)
+        if not spans:
+            return None
+        rows = []
+        for seq, begin, end in spans:
+            request = self._live[seq]
+            request.planned = end
+            request.in_flight += 1
+            self.planned_tokens += end - begin
+            rows.append((seq, end == request.length))
+        wave = self._issue(-1, rows)
+        return Prefill(wave, digest, [Span(p.seq, p.begin, p.end, last) for p, (_, last) in zip(spans, rows, strict=True)])
+
+    def _decode(self, digest: int) -> Decode | None:
+        ready = [
+            group
+            for group, seqs in enumerate(self._groups)
+            if seqs and group not in self._busy and all([self._has_room(self._live[s]) for s in seqs])
+        ]
+        if not ready:
+            return None
+        group = min(ready, key=lambda g: self._latest[g])
+        seqs = list(self._groups[group])
+        for seq in seqs:
+            request = self._live[seq]
+            request.length += 1
+            request.planned += 1
+            request.in_flight += 1
+        self._busy.add(group)
+        self._latest[group] = self._issue(group, [(seq, True) for seq in seqs])
+        return Decode(self._latest[group], digest, group, seqs)
+
+    def _has_room(self, request: Live) -> bool:
+        """Ask for more escrow ahead of time. False if the next token has no room yet."""
+        need = request.length + 1
+        margin = 2 * self._run_ahead
+        if need + margin > request.until and request.until < request.most:
+            until = min(request.most, max(request.until, need) + self._growth)
+            if until > request.asked:
+                request.asked = until
+                self.growth_requests.append((request.seq, until))
+        return need <= request.until
+
+    def _issue(self, group: int, rows: list[tuple[int, bool]]) -> int:
+        wave = self._next_wave
+        self._next_wave += 1
+        self._waves[wave] = (group, rows)
+        return wave
+
+    def _remove(self, request: Live) -> None:
+        del self._live[request.seq]
+        if request.decoding:
+            self._groups[request.group].remove(request.seq)

@@ -1,0 +1,168 @@
+"""One stage of a WavePP server: puts the parts together and shakes hands with the other stages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from importlib.metadata import version
+from typing import Any
+
+from sglang_wavepp import __version__
+from sglang_wavepp.config import WavePPConfig
+from sglang_wavepp.errors import HandshakeError
+from sglang_wavepp.hooks import hook_digest
+from sglang_wavepp.intake import Intake
+from sglang_wavepp.leader import Leader, Limits
+from sglang_wavepp.loop import LeaderLoop, MemberLoop
+from sglang_wavepp.member import Member
+from sglang_wavepp.messages import Hello, Message
+from sglang_wavepp.radix.tree import SGLangTree, WaveRadixCache
+from sglang_wavepp.rounds import LeaderPlane, MemberPlane, find_socket_dir, make_socket_dir
+from sglang_wavepp.sequencer import Sequencer
+from sglang_wavepp.stats import Stats
+from sglang_wavepp.wave import LeaderWave, MemberWave
+
+logger = logging.getLogger(__name__)
+
+_ROUND_BOUND_S = 30.0
+_SWITCH_INTERVAL_S = 0.0005
+"""How long one thread may keep the GIL from the other: the default of 5 ms would be felt by the loop."""
+
+
+class Stage:
+    """Everything WavePP has on one stage. Made when SGLang's scheduler is complete, before it reports ready.
+
+    Raises `HandshakeError` if the stages do not agree; nothing was served by then.
+    """
+
+    def __init__(self, scheduler: Any, config: WavePPConfig) -> None:
+        self.scheduler = scheduler
+        self.config = config
+        self.rank: int = scheduler.pp_group.rank_in_group
+        self.stages: int = scheduler.pp_group.world_size
+        self.run_ahead = config.run_ahead or 2 * self.stages
+        self.guard = threading.RLock()
+        self.stats = Stats(self.stages)
+        self.leaving = False
+        """A shutdown was applied: peers may go."""
+        self.control_idle: bool | None = None
+        """While a control decision is applied: stage 0's answer to whether the server was idle."""
+        cache = scheduler.tree_cache
+        if not isinstance(cache, WaveRadixCache):
+            raise HandshakeError(f"stage {self.rank} runs {type(cache).__name__} instead of WavePP's cache")
+        if not cache.disable and not type(cache.tree_core).__name__.startswith("Rust"):
+            raise HandshakeError(
+                f"stage {self.rank} runs the Python tree core, which is not thread safe; WavePP needs the "
+                "Rust core (SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=rust)"
+            )
+        tree = SGLangTree(cache, scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool)
+        self.member = Member(tree, lambda: self.guard, self._from_member)
+        cache.on_reset = self.member.reset
+        self._connect()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+
+    def serve(self) -> None:
+        """Run the wave loop until shutdown. Raises whatever stops the stage."""
+        self.wave.start()
+        try:
+            self.loop.run()
+        finally:
+            self.wave.stop()
+
+    def info(self) -> dict[str, Any]:
+        """What the launcher sees of this stage."""
+        return {"version": __version__, "stages": self.stages, "rank": self.rank}
+
+    def is_idle(self) -> bool:
+        """SGLang's question whether the scheduler is fully idle, as stage 0 answers it."""
+        return not self.loop.executor.live if self.control_idle is None else self.control_idle
+
+    # --- construction ------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        s, config = self.scheduler, self.config
+        hello = Hello(self.rank, os.getpid(), self._identity(), self._capacity())
+        deadline = time.monotonic() + config.handshake_timeout
+        name = f"wavepp-{s.wavepp_instance}"
+        plane: LeaderPlane | MemberPlane
+        if self.rank == 0:
+            plane = LeaderPlane(make_socket_dir(config.socket_dir, name), self.stages)
+            welcome = plane.gather(hello, deadline)
+        else:
+            plane = MemberPlane(find_socket_dir(config.socket_dir, name, deadline), self.rank)
+            welcome = plane.join(hello, deadline)
+        agreed = welcome.capacity
+        s.max_req_len, s.max_req_input_len = agreed["max_req_len"], agreed["max_req_input_len"]
+        s.max_running_requests = agreed["running"]
+        self.longest = agreed["kv_tokens"] - s.page_size
+        wake = lambda: self.wave.mail.post(lambda: None)  # noqa: E731
+        self.intake = Intake(s, wake)
+        self.loop: LeaderLoop | MemberLoop
+        self.wave: LeaderWave | MemberWave
+        if isinstance(plane, MemberPlane):
+            self.loop = MemberLoop(self)
+            self.wave = MemberWave(self, plane, {0: welcome.pids[0]})
+            return
+        budget = s.chunked_prefill_size if (s.chunked_prefill_size or 0) > 0 else s.max_prefill_tokens
+        leader = Leader(
+            Limits(
+                stages=self.stages,
+                pool=agreed["kv_tokens"],
+                running=min(agreed["running"], agreed["rows"]),
+                page=s.page_size,
+                reserve=config.decode_reserve,
+                ahead=2 * budget,
+                round_bound=_ROUND_BOUND_S,
+            ),
+            time.monotonic,
+        )
+        sequencer = Sequencer(
+            budget=budget,
+            page=s.page_size,
+            run_ahead=self.run_ahead,
+            groups=self.stages,
+            growth=config.decode_reserve,
+        )
+        self.loop = LeaderLoop(self, sequencer)
+        self.wave = LeaderWave(self, plane, {r: pid for r, pid in enumerate(welcome.pids) if r}, leader)
+        logger.info(
+            "WavePP %s: %d stages agreed; %d KV tokens, %d running requests, %d tokens a prefill wave, "
+            "%d waves ahead",
+            __version__,
+            self.stages,
+            agreed["kv_tokens"],
+            agreed["running"],
+            budget,
+            self.run_ahead,
+        )
+
+    def _identity(self) -> dict[str, str]:
+        s = self.scheduler
+        return {
+            "sglang-wavepp version": __version__,
+            "sglang version": version("sglang"),
+            "hook set": hook_digest(),
+            "configuration": self.config.digest(),
+            "page size": str(s.page_size),
+            "block size": str(self.config.block_size),
+            "number of stages": str(self.stages),
+        }
+
+    def _capacity(self) -> dict[str, int]:
+        s = self.scheduler
+        return {
+            "kv_tokens": int(s.max_total_num_tokens),
+            "rows": int(s.req_to_token_pool.size),
+            "running": int(s.max_running_requests),
+            "max_req_len": int(s.max_req_len),
+            "max_req_input_len": int(s.max_req_input_len),
+        }
+
+    def _from_member(self, message: Message) -> None:
+        if isinstance(self.wave, LeaderWave):
+            self.wave.answers.append(message)
+        else:
+            self.wave.send(message)

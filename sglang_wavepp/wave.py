@@ -1,0 +1,508 @@
+"""The WAVE thread of a stage: rounds plane, admission, watch. It does no device work and never waits for the loop.
+
+Stage 0's WAVE also owns SGLang's incoming sockets: requests are validated, offered and agreed on while the
+loop executes earlier waves. Calls from the loop come in through a mailbox, calls to the loop are posted to
+its inbox; the state machines (`Leader`, `Member`) are touched by this thread alone, except where `Member`
+says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import msgspec
+import xxhash
+import zmq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenizedEmbeddingReqInput,
+    BatchTokenizedGenerateReqInput,
+    FlushCacheReqInput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+    sock_recv,
+    sock_send,
+)
+from sglang.srt.managers.scheduler import _make_abort_req
+from sglang.srt.managers.utils import is_health_check_generate_req
+from sglang.srt.utils import DynamicGradMode
+
+from sglang_wavepp.codec import CannotCarryError, decode_request, encode_control, encode_request
+from sglang_wavepp.errors import ProtocolError, WavePPError
+from sglang_wavepp.leader import Committed, Event, GrowthGranted, Leader, Rejected
+from sglang_wavepp.messages import (
+    Beat,
+    ControlDone,
+    Forget,
+    Log,
+    Message,
+    Offer,
+    WaveDone,
+)
+from sglang_wavepp.radix.tree import RequestPrefix
+from sglang_wavepp.rounds import LeaderPlane, Mailbox, MemberPlane
+from sglang_wavepp.watch import PeerWatch, end_server
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+"""Heartbeats and time limits are looked at this often."""
+
+
+class Wave:
+    """What both kinds share: the thread, its poller, heartbeats and the watch over the own loop."""
+
+    def __init__(self, stage: Any, plane: LeaderPlane | MemberPlane, peers: dict[int, int]) -> None:
+        self.stage = stage
+        self.mail = Mailbox()
+        self._plane = plane
+        self._watch = PeerWatch(peers)
+        self._seen = dict.fromkeys(peers, time.monotonic())
+        self._said = dict.fromkeys(peers, "")
+        self._stop = False
+        self._turned = time.monotonic()
+        self._ticked = 0.0
+        self._thread = threading.Thread(target=self._main, name="WAVE", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; the sockets belong to it from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what is queued and end the thread, within 5 seconds."""
+        self.mail.post(partial(setattr, self, "_stop", True))
+        self._thread.join(5.0)
+
+    def _main(self) -> None:
+        try:
+            with DynamicGradMode():
+                poller = zmq.Poller()
+                for source in (self._plane.control, self._plane.bulk, self.mail.fd, *self._watch.fds):
+                    poller.register(source, zmq.POLLIN)
+                self._register(poller)
+                while not self._stop:
+                    ready = poller.poll(_TICK_S * 1000)
+                    self._check_peers(ready, poller)
+                    self.mail.drain()
+                    self._turn()
+                    if time.monotonic() - self._ticked > _TICK_S:
+                        self._tick()
+            self._watch.close()
+            self._plane.close()
+        except WavePPError as error:
+            end_server(self.stage.rank, str(error))
+        except Exception as error:
+            logger.exception("WAVE thread of stage %d failed", self.stage.rank)
+            end_server(self.stage.rank, f"its WAVE thread failed: {type(error).__name__}: {error}")
+
+    def _register(self, poller: zmq.Poller) -> None:
+        """More sources to sleep on."""
+
+    def _turn(self) -> None:
+        """Handle what came in."""
+        raise NotImplementedError
+
+    def _beat(self) -> None:
+        """Tell the peers that this stage lives."""
+        raise NotImplementedError
+
+    def _check_peers(self, ready: list[tuple[Any, int]], poller: zmq.Poller) -> None:
+        for source, _ in ready:
+            gone = self._watch.describe(source) if isinstance(source, int) else None
+            if gone is None:
+                continue
+            if not self.stage.leaving:
+                end_server(self.stage.rank, gone)
+            poller.unregister(source)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._ticked = now
+        self._beat()
+        limit = self.stage.config.heartbeat_timeout
+        if now - self._turned > limit / 2:
+            # This process itself stood still (stopped, or a starved machine): judge the others afresh.
+            self._seen = dict.fromkeys(self._seen, now)
+        self._turned = now
+        for rank, seen in self._seen.items():
+            if now - seen > limit and not self.stage.leaving:
+                said = self._said[rank]
+                raise ProtocolError(
+                    f"stage {rank} was silent for {now - seen:.0f} s" + (f"; it was {said}" if said else "")
+                )
+        loop = self.stage.loop.progress
+        if loop.doing and not loop.long and now - loop.since > self.stage.config.stall_timeout:
+            raise ProtocolError(
+                f"its loop has made no progress for {now - loop.since:.0f} s: it is {loop.doing}"
+            )
+
+    def _saw(self, rank: int, said: str | None = None) -> None:
+        self._seen[rank] = time.monotonic()
+        if said is not None:
+            self._said[rank] = said
+
+
+class MemberWave(Wave):
+    """Stages 1 to P-1."""
+
+    _plane: MemberPlane
+
+    def __init__(self, stage: Any, plane: MemberPlane, peers: dict[int, int]) -> None:
+        super().__init__(stage, plane, peers)
+        self._digests: dict[int, int] = {}
+
+    # --- called by the loop ------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Send to stage 0. After a control decision also look at what was parked for the new epoch."""
+        self.mail.post(partial(self._plane.send, message))
+        if isinstance(message, ControlDone):
+            self.mail.post(self.stage.member.unpark)
+
+    def freed(self) -> None:
+        """The loop gave room back."""
+        if self.stage.member.freed():
+            self.send(self.stage.member.capacity())
+
+    def digest_of(self, seq: int) -> int:
+        """Digest of a committed request's payload, as received. Forgotten with this call."""
+        return self._digests.pop(seq, -1)
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        loop = self.stage.loop
+        self._plane.send(Beat(loop.log.position, loop.progress.doing))
+
+    def _turn(self) -> None:
+        for message, payload in self._plane.receive():
+            self._saw(0)
+            if isinstance(message, Log):
+                self.stage.loop.post(partial(self.stage.loop.entries, message.first, message.entries))
+            elif isinstance(message, Offer):
+                self._offer(message, payload or b"")
+            elif not isinstance(message, Beat):
+                if isinstance(message, Forget):
+                    for seq in message.seqs:
+                        self._digests.pop(seq, None)
+                        self.stage.intake.cancel(seq)
+                self.stage.member.on_message(message)
+        if self.stage.intake.compiling:
+            with self.stage.guard:
+                done = self.stage.intake.ready()
+            for seq, req in done:
+                self._built(seq, req)
+
+    def _offer(self, offer: Offer, payload: bytes) -> None:
+        member = self.stage.member
+        if xxhash.xxh3_64_intdigest(payload) != offer.digest:
+            member.failed(offer.seq, "the payload arrived damaged")
+            return
+        try:
+            request = decode_request(payload)
+        except msgspec.DecodeError as error:
+            member.failed(offer.seq, f"the payload does not decode: {error}")
+            return
+        with self.stage.guard:
+            req, ready = self.stage.intake.build(offer.seq, request)
+        self._digests[offer.seq] = offer.digest
+        if req is None:
+            member.failed(offer.seq, "the request is not valid here")
+        elif ready:
+            self._built(offer.seq, req)
+
+    def _built(self, seq: int, req: Any) -> None:
+        if req.to_finish is not None:
+            self.stage.member.failed(seq, req.to_finish.message)
+        else:
+            self.stage.member.offered(seq, RequestPrefix(req))
+
+
+class LeaderWave(Wave):
+    """Stage 0."""
+
+    _plane: LeaderPlane
+
+    def __init__(self, stage: Any, plane: LeaderPlane, peers: dict[int, int], leader: Leader) -> None:
+        super().__init__(stage, plane, peers)
+        self.leader = leader
+        self.answers: deque[Message] = deque()
+        """What stage 0's own member says to the leader."""
+        self._requests: dict[int, Any] = {}
+        self._digests: dict[int, int] = {}
+        self._next_seq = 0
+        self._controls: deque[tuple[Any, float]] = deque()
+        self._control_running = False
+        self._acks: dict[int, dict[int, ControlDone]] = {}
+        channels = stage.scheduler.ipc_channels
+        self._sockets = [s for s in (channels.recv_from_tokenizer, channels.recv_from_rpc) if s is not None]
+        self._rpc = channels.recv_from_rpc
+
+    # --- called by the loop ------------------------------------------------------------------
+
+    def publish(self, position: int, entry: bytes) -> None:
+        """Send a log entry to every member."""
+        self.mail.post(partial(self._plane.send, None, Log(position, [entry])))
+
+    def planned(self, tokens: int) -> None:
+        """Waves were planned for prompt tokens of committed requests."""
+        self.mail.post(partial(self.leader.planned, tokens))
+
+    def want_growth(self, items: list[tuple[int, int]]) -> None:
+        """Running requests need more room: (seq, KV length)."""
+        for seq, until in items:
+            self.mail.post(partial(self.leader.want_growth, seq, until))
+
+    def waves_finished(self, ended: Iterable[int]) -> None:
+        """A wave's outputs were applied (or requests dropped); `ended` requests are over."""
+        freed = self.stage.member.freed()
+        self.mail.post(partial(self._finished, list(ended), freed))
+
+    def retracted(self, items: list[tuple[int, Any]]) -> None:
+        """Requests gave their KV back and wait again: (seq, SGLang request)."""
+        self.mail.post(partial(self._retracted, items))
+
+    def control_logged(self, position: int) -> None:
+        """A control decision was logged and applied by stage 0."""
+        self.mail.post(partial(self._control_logged, position))
+
+    def control_over(self) -> None:
+        """The client of a control request has its answer."""
+        self.mail.post(self._control_over)
+
+    def answer_rpc(self, output: Any) -> None:
+        """Answer on the RPC socket, which this thread owns."""
+        self.mail.post(partial(sock_send, self._rpc, output))
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _register(self, poller: zmq.Poller) -> None:
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+
+    def _beat(self) -> None:
+        self._plane.send(None, Beat(self.stage.loop.log.position, self.stage.loop.progress.doing))
+        self.leader.check()
+        with self.stage.guard:
+            timeouts = self.stage.scheduler._poll_timeout_aborts()
+        for request in timeouts:
+            self._abort(request)
+
+    def _turn(self) -> None:
+        for rank, message in self._plane.receive():
+            self._on_member(rank, message)
+        for socket in self._sockets:
+            while True:
+                try:
+                    request = sock_recv(socket, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._on_request(request)
+        if self.stage.intake.compiling:
+            with self.stage.guard:
+                done = self.stage.intake.ready()
+            for seq, req in done:
+                self._built(seq, req)
+        self._settle()
+        self._start_control()
+
+    def _settle(self) -> None:
+        """Run the state machines until they are quiet."""
+        while True:
+            self.leader.step()
+            while self.answers:
+                self.leader.on_message(0, self.answers.popleft())
+            if not self.leader.outbox and not self.leader.events:
+                return
+            outbox, self.leader.outbox = self.leader.outbox, []
+            events, self.leader.events = self.leader.events, []
+            for event in events:
+                self._on_event(event)
+            for rank, message in outbox:
+                if rank != 0:
+                    self._plane.send(rank, message)
+                if rank in (None, 0):
+                    self.stage.member.on_message(message)
+
+    def _on_member(self, rank: int, message: Message) -> None:
+        self._saw(rank, message.doing if isinstance(message, Beat) else None)
+        if isinstance(message, WaveDone):
+            self.stage.loop.post(partial(self.stage.loop.wave_done, message))
+        elif isinstance(message, ControlDone):
+            self._control_acked(rank, message)
+        elif not isinstance(message, Beat):
+            self.leader.on_message(rank, message)
+
+    def _on_event(self, event: Event) -> None:
+        loop = self.stage.loop
+        if isinstance(event, Committed):
+            digest = self._digests[event.seq]
+            loop.post(partial(loop.commit, event, self._requests[event.seq], digest))
+        elif isinstance(event, Rejected):
+            self.stage.stats.rejected += 1
+            req = self._forget(event.seq)
+            if req is not None:
+                with self.stage.guard:
+                    req.set_finish_with_abort(event.reason)
+                    self._retire(req)
+        elif isinstance(event, GrowthGranted):
+            loop.post(partial(loop.grown, event.items))
+        else:
+            loop.post(partial(loop.growth_refused, event.seq))
+
+    def _finished(self, ended: list[int], freed: bool) -> None:
+        self.leader.wave_finished()
+        self.leader.finished(ended)
+        for seq in ended:
+            self._forget(seq)
+        if freed:
+            self.leader.on_message(0, self.stage.member.capacity())
+
+    def _retracted(self, items: list[tuple[int, Any]]) -> None:
+        for seq, req in items:
+            length = len(req.origin_input_ids) + len(req.output_ids)
+            self.leader.retracted(seq, length, req.sampling_params.max_new_tokens - len(req.output_ids))
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def _on_request(self, request: Any) -> None:
+        if isinstance(request, TokenizedGenerateReqInput):
+            self._admit(request)
+        elif isinstance(request, BatchTokenizedGenerateReqInput):
+            for each in request.batch:
+                self._admit(each)
+        elif isinstance(request, AbortReq):
+            self._abort(request)
+        elif isinstance(request, TokenizedEmbeddingReqInput | BatchTokenizedEmbeddingReqInput):
+            logger.error("WavePP serves generation only: an embedding request was dropped")
+        else:
+            self._controls.append((request, time.monotonic()))
+
+    def _admit(self, request: TokenizedGenerateReqInput) -> None:
+        request.unwrap_pickle_fields()
+        scheduler = self.stage.scheduler
+        if is_health_check_generate_req(request) and not self.leader.idle:
+            # Running requests carry the answer, as in stock SGLang: no progress, no answer.
+            with self.stage.guard:
+                scheduler.return_health_check_ipcs.append(request.http_worker_ipc)
+            return
+        seq = self._next_seq
+        self._next_seq += 1
+        refusal = ""
+        try:
+            payload = encode_request(request)
+        except CannotCarryError as error:
+            refusal = str(error)
+            for field in ("mm_inputs", "session_params", "token_indices_to_pool", "kv_hints"):
+                setattr(request, field, None)
+        with self.stage.guard:
+            req, ready = self.stage.intake.build(seq, request)
+            if req is not None and refusal:
+                self.stage.intake.cancel(seq)
+                req.set_finish_with_abort(refusal)
+            if req is None or req.to_finish is not None:
+                if req is not None:
+                    self._retire(req)
+                return
+        self._requests[seq] = req
+        self._digests[seq] = xxhash.xxh3_64_intdigest(payload)
+        self.leader.arrive(seq, len(req.origin_input_ids), req.sampling_params.max_new_tokens)
+        self._plane.send(None, Offer(self.leader.epoch, seq, self._digests[seq]), payload)
+        if ready:
+            self._built(seq, req)
+
+    def _built(self, seq: int, req: Any) -> None:
+        if req.to_finish is None:
+            self.stage.member.offered(seq, RequestPrefix(req))
+            return
+        self.leader.cancel(seq)
+        self._forget(seq)
+        with self.stage.guard:
+            self._retire(req)
+
+    def _retire(self, req: Any) -> None:
+        """Answer the client of a request that failed before admission. Under the guard."""
+        self._leave_queue(req)
+        self.stage.scheduler.retire_unadmitted_request(req)
+
+    def _leave_queue(self, req: Any) -> None:
+        queue = self.stage.scheduler.waiting_queue
+        if req in queue:
+            queue.remove(req)
+
+    def _abort(self, request: AbortReq) -> None:
+        scheduler = self.stage.scheduler
+        for seq, req in list(self._requests.items()):
+            if not (request.abort_all or req.rid.startswith(request.rid)):
+                continue
+            if not self.leader.cancel(seq):
+                self.stage.loop.post(partial(self.stage.loop.abort, seq, request.finished_reason))
+                continue
+            self._forget(seq)
+            with self.stage.guard:
+                self.stage.intake.cancel(seq)
+                self._leave_queue(req)
+                scheduler._release_aborted_request(req)
+                scheduler.send_abort_output(_make_abort_req(req, finished_reason=request.finished_reason), req)
+
+    def _forget(self, seq: int) -> Any:
+        self._digests.pop(seq, None)
+        return self._requests.pop(seq, None)
+
+    # --- control requests --------------------------------------------------------------------
+
+    def _start_control(self) -> None:
+        """Hand the next control request to the loop. Admission stands still from here until it is over."""
+        if self._control_running or not self._controls:
+            return
+        request, since = self._controls[0]
+        idle = self.leader.idle
+        if isinstance(request, FlushCacheReqInput) and request.timeout_s:
+            if not idle and time.monotonic() - since < request.timeout_s:
+                return
+            request.timeout_s = 0.0
+        self._controls.popleft()
+        try:
+            encode_control(request)
+        except CannotCarryError as error:
+            logger.error("%s", error)
+            return
+        self.leader.barrier(True)
+        self._control_running = True
+        self.stage.loop.post(partial(self.stage.loop.control, request, idle))
+
+    def _control_logged(self, position: int) -> None:
+        # Members may be faster: their answers count once stage 0 itself has applied the decision.
+        self._acks.setdefault(position, {})[0] = ControlDone(position, self.stage.member.epoch, "")
+        self._check_acks(position)
+
+    def _control_acked(self, rank: int, done: ControlDone) -> None:
+        self._acks.setdefault(done.position, {})[rank] = done
+        self._check_acks(done.position)
+
+    def _check_acks(self, position: int) -> None:
+        acks = self._acks[position]
+        if len(acks) < self.stage.stages:
+            return
+        del self._acks[position]
+        for rank, done in acks.items():
+            if done.epoch != acks[0].epoch:
+                raise ProtocolError(
+                    f"stage {rank} is in epoch {done.epoch} after log entry {position}, stage 0 in {acks[0].epoch}"
+                )
+        errors = [f"stage {rank}: {done.error}" for rank, done in sorted(acks.items()) if done.error]
+        self.stage.loop.post(partial(self.stage.loop.control_done, position, errors))
+
+    def _control_over(self) -> None:
+        while self.leader.epoch < self.stage.member.epoch:
+            self.leader.new_epoch()
+        self.leader.barrier(False)
+        self._control_running = False
+
+
