@@ -158,7 +158,9 @@ class Executor:
         batch = group.batch
         rows = [] if batch is None else [self._seqs[r] for r in batch.reqs]
         if batch is None or rows != d.seqs:
-            raise DivergenceError(f"wave {d.wave}: group {d.group} has rows {rows} here, the log says {d.seqs}")
+            raise DivergenceError(
+                f"wave {d.wave}: group {d.group} has rows {rows} here, the log says {d.seqs}"
+            )
         for req, seq in zip(batch.reqs, d.seqs, strict=True):
             self._member.ledger.take(seq, req.kv.kv_allocated_len + 1)
         batch.prepare_for_decode()
@@ -310,4 +312,3 @@ class Executor:
     def wait_sent(self, works: list[Any]) -> None:
         """Wait for sends; immediate for waves that the last stage has acknowledged."""
         self._s._pp_commit_comm_work(works)
-

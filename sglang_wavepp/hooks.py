@@ -26,9 +26,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _REQ = "sglang.srt.managers.schedule_batch.Req"
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-_RESULTS = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-)
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 HOOKS: dict[str, str] = {
     f"{_SCHEDULER}.init_ipc_channels": "_remember_instance",
@@ -116,8 +114,11 @@ def check(allow_untested: bool) -> None:
 
 
 def fingerprint(target: str) -> str:
-    """Hash of the source of an SGLang function, of the original where a hook wraps it."""
-    function = inspect.unwrap(pkgutil.resolve_name(target))
+    """Hash of the source of an SGLang function, of the original where a hook wraps it; "missing" if there is none."""
+    try:
+        function = inspect.unwrap(pkgutil.resolve_name(target))
+    except (ImportError, AttributeError):
+        return "missing"
     return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
 
 

@@ -272,9 +272,7 @@ class Control(Decision):
 
 
 MEMBER_TO_LEADER = Hello | Hint | Held | Grown | Nack | Capacity | WaveDone | ControlDone | Beat
-LEADER_TO_MEMBER = (
-    Welcome | Refuse | Offer | HintQuery | Hold | Release | Forget | Grow | Ungrow | Log | Beat
-)
+LEADER_TO_MEMBER = Welcome | Refuse | Offer | HintQuery | Hold | Release | Forget | Grow | Ungrow | Log | Beat
 DECISIONS = Commit | Prefill | Decode | Output | Drop | Control
 
 _encoder = msgspec.msgpack.Encoder()

@@ -116,7 +116,9 @@ class LeaderPlane(_Plane):
                 else:
                     self.bulk.send_multipart((identity, frame, payload), copy=len(payload) < 65536)
             except zmq.ZMQError as error:
-                raise ProtocolError(f"stage {target} cannot be reached on the rounds plane: {error}") from None
+                raise ProtocolError(
+                    f"stage {target} cannot be reached on the rounds plane: {error}"
+                ) from None
 
     def receive(self) -> Iterator[tuple[int, Message]]:
         """All messages that are there now, as (rank, message). Never blocks."""

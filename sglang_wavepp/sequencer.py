@@ -178,7 +178,11 @@ class Sequencer:
             self.planned_tokens += end - begin
             rows.append((seq, end == request.length))
         wave = self._issue(-1, rows)
-        return Prefill(wave, digest, [Span(p.seq, p.begin, p.end, last) for p, (_, last) in zip(spans, rows, strict=True)])
+        return Prefill(
+            wave,
+            digest,
+            [Span(p.seq, p.begin, p.end, last) for p, (_, last) in zip(spans, rows, strict=True)],
+        )
 
     def _decode(self, digest: int) -> Decode | None:
         ready = [

@@ -449,7 +449,9 @@ class LeaderWave(Wave):
                 self.stage.intake.cancel(seq)
                 self._leave_queue(req)
                 scheduler._release_aborted_request(req)
-                scheduler.send_abort_output(_make_abort_req(req, finished_reason=request.finished_reason), req)
+                scheduler.send_abort_output(
+                    _make_abort_req(req, finished_reason=request.finished_reason), req
+                )
 
     def _forget(self, seq: int) -> Any:
         self._digests.pop(seq, None)
@@ -504,5 +506,3 @@ class LeaderWave(Wave):
             self.leader.new_epoch()
         self.leader.barrier(False)
         self._control_running = False
-
-
