@@ -78,7 +78,9 @@ class LeaseTable:
         if lease.epoch != self.epoch:
             raise LeaseError(f"lease of request {lease.owner} is of epoch {lease.epoch}, now is {self.epoch}")
         if not lease._open:
-            raise LeaseError(f"lease of request {lease.owner} at {lease.boundary} tokens was given back twice")
+            raise LeaseError(
+                f"lease of request {lease.owner} at {lease.boundary} tokens was given back twice"
+            )
         if self._leases.get(lease.owner) is not lease:
             raise LeaseError(f"request {lease.owner} gives back a lease that the table does not know")
         lease._open = False

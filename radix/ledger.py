@@ -88,10 +88,15 @@ class Ledger:
         self._set(entry, covered, entry.taken)
         return True
 
+    def owns(self, owner: int) -> bool:
+        """Is anything promised to `owner`?"""
+        return owner in self._entries
+
     def shrink(self, owner: int, until: int) -> None:
-        """Take a growth back: promise no more than KV length `until`. O(1)."""
-        entry = self._entry(owner)
-        self._set(entry, min(entry.covered, self._cover(until)), entry.taken)
+        """Take a growth back: promise no more than KV length `until`; nothing if `owner` has ended. O(1)."""
+        entry = self._entries.get(owner)
+        if entry is not None:
+            self._set(entry, min(entry.covered, self._cover(until)), entry.taken)
 
     def take(self, owner: int, length: int) -> None:
         """The loop allocates up to KV length `length` and binds the row. Raises `LedgerError` beyond the grant."""

@@ -114,6 +114,8 @@ class GrowthRefused:
     """Event: some stage has no room for a running request; the loop must retract somebody."""
 
     seq: int
+    hopeless: bool
+    """The refusing stage promised nothing to anybody else: retracting others cannot help."""
 
 
 Event = Committed | Rejected | GrowthGranted | GrowthRefused
@@ -149,7 +151,10 @@ class Leader:
         self._order = 0
         self._growth: dict[int, int] = {}
         self._growth_blocked = False
-        self._blocked = False
+        self._blocked: Admission | None = None
+        """The request that waits for room; nobody behind it is held."""
+        self._freed = False
+        """Room became free since the open round began: a refusal in it may be outdated."""
         self._barrier = False
         self._unplanned = 0
         self._finished_waves = 0
@@ -278,13 +283,13 @@ class Leader:
             self._order += 1
 
     def _start_hold(self) -> None:
-        if self._blocked:
-            return
         room = self.limits.running - len(self._running)
         ahead = self.limits.ahead - self._unplanned
         items: list[Admission] = []
         for a in self._queue:
-            if room <= 0 or ahead <= 0 or len(items) >= self.MAX_ROUND or a.state is State.OFFERED:
+            if room <= 0 or ahead <= 0 or len(items) >= self.MAX_ROUND:
+                break
+            if a is self._blocked or a.state is State.OFFERED:
                 break
             room -= 1
             ahead -= a.length - a.candidate
@@ -321,6 +326,7 @@ class Leader:
 
     def _open_round(self, holds: list[Admission], grows: list[tuple[int, int]]) -> None:
         self._round_number += 1
+        self._freed = False
         self._round = _Round(self._round_number, self._now(), holds, grows, {})
 
     def _on_hint(self, rank: int, message: Hint) -> None:
@@ -352,7 +358,7 @@ class Leader:
             return
         if isinstance(message, Nack):
             raise ProtocolError(f"stage {rank} is in epoch {message.epoch}, the leader in {self.epoch}")
-        answer: list = message.items if isinstance(message, Held) else message.granted
+        answer: list = message.items
         if len(answer) != len(r.holds) + len(r.grows):
             raise ProtocolError(f"stage {rank} answered {len(answer)} items in round {r.number}")
         r.answers[rank] = answer
@@ -388,36 +394,46 @@ class Leader:
                     f"stage {hopeless[0]} has no room for {refused.until} tokens although it is idle",
                 )
             )
-        back = self._queue if refused not in self._queue else self._queue[self._queue.index(refused) :]
-        given = [a for a in back if a.state in (State.AGREED, State.HOLDING) or a.until]
+        waiting = refused in self._queue
+        self._give_back(self._queue[self._queue.index(refused) :] if waiting else self._queue)
+        self._blocked = refused if waiting and not self._freed else None
+
+    def _give_back(self, queue: list[Admission]) -> bool:
+        """Release what is held for these waiting requests. False if nothing is."""
+        given = [a for a in queue if a.until]
         for a in given:
             a.state, a.until, a.asked_again = State.HINTED, 0, False
         if given:
             self._send(Release(self.epoch, [a.seq for a in given]))
-        self._blocked = refused in self._queue
+        return bool(given)
 
     def _end_growth(self, r: _Round, columns: list[tuple]) -> None:
         granted: list[tuple[int, int]] = []
         back: list[tuple[int, int]] = []
+        refusal: GrowthRefused | None = None
         for (seq, until), column in zip(r.grows, columns, strict=True):
             if seq not in self._running:
                 continue
-            if all(column):
+            if all(item.granted for item in column):
                 self._running[seq] = until
                 granted.append((seq, until))
                 if self._growth.get(seq, 0) <= until:
                     self._growth.pop(seq, None)
             else:
                 back.append((seq, self._running[seq]))
+                refusal = refusal or GrowthRefused(seq, any(item.hopeless for item in column))
         if granted:
             self.events.append(GrowthGranted(tuple(granted)))
-        if back:
+        if refusal is not None:
             self._send(Ungrow(self.epoch, back))
-            self._growth_blocked = True
-            self.events.append(GrowthRefused(back[0][0]))
+            if not self._give_back(self._queue):
+                self._growth_blocked = not self._freed
+                self.events.append(refusal)
 
     def _unblock(self) -> None:
-        self._blocked = self._growth_blocked = False
+        self._blocked = None
+        self._growth_blocked = False
+        self._freed = True
 
     def _send(self, message: Message) -> None:
         self.outbox.append((None, message))

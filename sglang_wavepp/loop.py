@@ -242,9 +242,9 @@ class LeaderLoop(StageLoop):
         """Every stage promised running requests more room."""
         self.sequencer.grown(items)
 
-    def growth_refused(self, seq: int) -> None:
+    def growth_refused(self, seq: int, hopeless: bool) -> None:
         """Some stage has no room for a running request."""
-        self.sequencer.growth_refused(seq)
+        self.sequencer.growth_refused(seq, hopeless)
 
     def control(self, request: Any, idle: bool) -> None:
         """A control request; admission stands still until it was applied by every stage."""

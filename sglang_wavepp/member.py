@@ -22,6 +22,7 @@ from sglang_wavepp.messages import (
     Forget,
     Grow,
     Grown,
+    GrownItem,
     Held,
     HeldItem,
     Hint,
@@ -77,6 +78,10 @@ class Member:
         self._offered: dict[int, Any] = {}
         self._committed: dict[int, Any] = {}
         self._parked: list[Message] = []
+        self._asked_early: set[int] = set()
+        """Committed requests that the leader already asks a new hint for: this loop has yet to retract them."""
+        self._forgotten_early: set[int] = set()
+        """Committed requests that are to be forgotten once this loop has retracted them."""
         self._refused_since_freed = False
 
     @property
@@ -111,14 +116,14 @@ class Member:
         elif isinstance(message, Forget):
             self._release(message.seqs)
             for seq in message.seqs:
-                self._offered.pop(seq, None)
+                if self._offered.pop(seq, None) is None and seq in self._committed:
+                    self._forgotten_early.add(seq)
         elif isinstance(message, Grow):
             self._grow(message)
         elif isinstance(message, Ungrow):
             with self._guard():
                 for seq, until in message.items:
-                    if seq in self._committed:
-                        self.ledger.shrink(seq, until)
+                    self.ledger.shrink(seq, until)
         else:
             raise ProtocolError(f"a member got {type(message).__name__}, which no leader sends")
 
@@ -132,7 +137,10 @@ class Member:
         items = []
         for seq in seqs:
             prefix = self._offered.get(seq)
-            if prefix is not None:
+            if prefix is None:
+                if seq in self._committed:
+                    self._asked_early.add(seq)
+            else:
                 items.append(HintItem(seq, self._tree.probe(prefix, prefix.max_boundary)))
         if items:
             self._send(Hint(self.epoch, items))
@@ -171,14 +179,16 @@ class Member:
             self._send(self.capacity())
 
     def _grow(self, message: Grow) -> None:
-        granted = []
+        answers = []
         for seq, until in message.items:
             with self._guard():
                 # A request that ended meanwhile needs no room; the leader learns of the end from the log.
-                granted.append(seq not in self._committed or self.ledger.grow(seq, until))
-                if not granted[-1]:
+                granted = not self.ledger.owns(seq) or self.ledger.grow(seq, until)
+                if not granted:
                     self._refused_since_freed = True
-        self._send(Grown(self.epoch, message.round, granted))
+                hopeless = not granted and self.ledger.statistics().owners == 1 and not len(self.leases)
+            answers.append(GrownItem(granted, hopeless))
+        self._send(Grown(self.epoch, message.round, answers))
 
     # --- the loop's side (the loop holds the guard) ------------------------------------------
 
@@ -202,8 +212,16 @@ class Member:
 
     def retract(self, seq: int) -> None:
         """The request gave its KV back and waits for admission again."""
-        self._offered[seq] = self._committed.pop(seq)
+        prefix = self._committed.pop(seq)
         self.ledger.close(seq)
+        if seq in self._forgotten_early:
+            self._forgotten_early.discard(seq)
+            self._asked_early.discard(seq)
+            return
+        self._offered[seq] = prefix
+        if seq in self._asked_early:
+            self._asked_early.discard(seq)
+            self._hint([seq])
 
     def freed(self) -> bool:
         """Room may have become free. True if the leader should be told, since it was refused before."""

@@ -150,10 +150,17 @@ class Held(Message):
     items: list[HeldItem]
 
 
+class GrownItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Was there room for the growth? `hopeless`: no, although nothing else is promised on the stage."""
+
+    granted: bool
+    hopeless: bool = False
+
+
 class Grown(Message):
     epoch: int
     round: int
-    granted: list[bool]
+    items: list[GrownItem]
 
 
 class Nack(Message):

@@ -96,12 +96,17 @@ class Sequencer:
             if seq in self._live:
                 self._live[seq].until = until
 
-    def growth_refused(self, seq: int) -> None:
-        """Some stage has no room for `seq`: the youngest request gives its room back."""
+    def growth_refused(self, seq: int, hopeless: bool) -> None:
+        """Some stage has no room for `seq`: the youngest request gives its room back, if there is another.
+
+        With `hopeless` the stage has promised nothing to anybody else, so `seq` itself must go.
+        """
         if seq not in self._live or any(r.drop for r in self._live.values()):
             return  # it ended meanwhile, or room is being made already
-        youngest = max(self._live.values(), key=lambda r: r.order)
-        youngest.drop = "retract" if len(self._live) > 1 else "abort"
+        if hopeless:
+            self._live[seq].drop = "abort"
+        elif len(self._live) > 1:
+            max(self._live.values(), key=lambda r: r.order).drop = "retract"
 
     def drop(self, seq: int, retract: bool = False) -> bool:
         """Take a request out as soon as none of its waves is in flight. False if it is unknown."""

@@ -354,7 +354,7 @@ class LeaderWave(Wave):
         elif isinstance(event, GrowthGranted):
             loop.post(partial(loop.grown, event.items))
         else:
-            loop.post(partial(loop.growth_refused, event.seq))
+            loop.post(partial(loop.growth_refused, event.seq, event.hopeless))
 
     def _finished(self, ended: list[int], freed: bool) -> None:
         self.leader.wave_finished()
