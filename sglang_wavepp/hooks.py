@@ -191,7 +191,7 @@ def _is_fully_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **k
 def _add_statistics(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     output = original(scheduler, request)
     stage = scheduler.wavepp
-    output.internal_state["wavepp"] = stage.stats.snapshot()
+    output.internal_state["wavepp"] = stage.statistics()
     return output
 
 

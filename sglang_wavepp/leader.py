@@ -156,7 +156,8 @@ class Leader:
         self._freed = False
         """Room became free since the open round began: a refusal in it may be outdated."""
         self._barrier = False
-        self._unplanned = 0
+        self._unplanned: dict[int, int] = {}
+        """Prompt tokens of committed requests that no wave was planned for yet."""
         self._finished_waves = 0
 
     # --- state, for the caller ---------------------------------------------------------------
@@ -183,8 +184,7 @@ class Leader:
 
     def retracted(self, seq: int, length: int, remaining: int) -> None:
         """A committed request gave its KV back: it returns to the head of the queue."""
-        self._running.pop(seq, None)
-        self._growth.pop(seq, None)
+        self._leave(seq)
         again = Admission(seq, length, remaining, self._now(), State.HINTED, retracted=True)
         place = sum(a.retracted for a in self._queue)
         self._queue.insert(place, again)
@@ -193,13 +193,14 @@ class Leader:
     def finished(self, seqs: Iterable[int]) -> None:
         """Committed requests ended."""
         for seq in seqs:
-            self._running.pop(seq, None)
-            self._growth.pop(seq, None)
+            self._leave(seq)
         self._unblock()
 
-    def planned(self, tokens: int) -> None:
-        """Stage 0 planned prompt tokens of committed requests."""
-        self._unplanned -= tokens
+    def planned(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Stage 0 planned prompt tokens of committed requests: (seq, tokens)."""
+        for seq, tokens in spans:
+            if seq in self._unplanned:
+                self._unplanned[seq] -= tokens
 
     def wave_finished(self) -> None:
         """Some wave's output was applied: earlier hints may be too short now."""
@@ -275,7 +276,7 @@ class Leader:
                 return
             a = self._queue.pop(0)
             self._running[a.seq] = a.until
-            self._unplanned += a.length - a.candidate
+            self._unplanned[a.seq] = a.length - a.candidate
             waited = self._now() - a.arrived
             self.events.append(
                 Committed(a.seq, self._order, a.candidate, a.length, a.until, a.rounds, waited)
@@ -284,7 +285,7 @@ class Leader:
 
     def _start_hold(self) -> None:
         room = self.limits.running - len(self._running)
-        ahead = self.limits.ahead - self._unplanned
+        ahead = self.limits.ahead - sum(self._unplanned.values())
         items: list[Admission] = []
         for a in self._queue:
             if room <= 0 or ahead <= 0 or len(items) >= self.MAX_ROUND:
@@ -429,6 +430,10 @@ class Leader:
             if not self._give_back(self._queue):
                 self._growth_blocked = not self._freed
                 self.events.append(refusal)
+
+    def _leave(self, seq: int) -> None:
+        for table in (self._running, self._growth, self._unplanned):
+            table.pop(seq, None)
 
     def _unblock(self) -> None:
         self._blocked = None

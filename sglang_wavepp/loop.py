@@ -283,7 +283,7 @@ class LeaderLoop(StageLoop):
         stats = self.stage.stats
         if isinstance(d, Prefill):
             stats.prefill_waves += 1
-            self.stage.wave.planned(sum(span.end - span.begin for span in d.spans))
+            self.stage.wave.planned([(span.seq, span.end - span.begin) for span in d.spans])
         else:
             stats.decode_waves += 1
         assert isinstance(d, Prefill | Decode)

@@ -76,6 +76,20 @@ class Stage:
         """What the launcher sees of this stage."""
         return {"version": __version__, "stages": self.stages, "rank": self.rank}
 
+    def statistics(self) -> dict[str, Any]:
+        """Counters since the start, and what this stage holds now."""
+        member = self.member.statistics()
+        return {
+            **self.stats.snapshot(),
+            "running": self.loop.executor.live,
+            "waiting": member.offered,
+            "held": {
+                "leases": member.leases,
+                "escrow_tokens": member.escrow_tokens,
+                "escrow_rows": member.escrow_rows,
+            },
+        }
+
     def is_idle(self) -> bool:
         """SGLang's question whether the scheduler is fully idle, as stage 0 answers it."""
         return not self.loop.executor.live if self.control_idle is None else self.control_idle

@@ -250,9 +250,9 @@ class LeaderWave(Wave):
         """Send a log entry to every member."""
         self.mail.post(partial(self._plane.send, None, Log(position, [entry])))
 
-    def planned(self, tokens: int) -> None:
-        """Waves were planned for prompt tokens of committed requests."""
-        self.mail.post(partial(self.leader.planned, tokens))
+    def planned(self, spans: list[tuple[int, int]]) -> None:
+        """A wave was planned for prompt tokens of committed requests: (seq, tokens)."""
+        self.mail.post(partial(self.leader.planned, spans))
 
     def want_growth(self, items: list[tuple[int, int]]) -> None:
         """Running requests need more room: (seq, KV length)."""

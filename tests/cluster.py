@@ -411,7 +411,7 @@ class Cluster:
             return False
         self._publish(d)
         if isinstance(d, Prefill):
-            self.leader.planned(sum(s.end - s.begin for s in d.spans))
+            self.leader.planned([(s.seq, s.end - s.begin) for s in d.spans])
         reqs = [self.stages[0].live[s] for s in d.seqs] if isinstance(d, Drop) else []
         self.stages[0].apply(d)
         if isinstance(d, Drop) and d.retract:

@@ -1,0 +1,68 @@
+"""The platform class behind `wavepp-cpu`, and what a scheduler process on it needs besides.
+
+Imported by SGLang itself, once `cpu_platform.activate` has named the class.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from sglang.srt.platforms.cpu import CpuSRTPlatform
+from sglang.srt.platforms.interface import PlatformCapabilities
+
+from .cpu_platform import is_active
+
+
+class CpuPlatform(CpuSRTPlatform):
+    """CPU tensors on an out-of-tree device: torch-native kernels, no `sgl_kernel`, gloo between stages."""
+
+    capabilities = PlatformCapabilities(graph_capture=False, supports_pynccl=False)
+
+    def is_out_of_tree(self) -> bool:
+        return True
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """Eager: inductor would want a C++ compiler, and tiny models gain nothing from it."""
+        return "eager"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        # For device "cpu" SGLang itself falls back to intel_amx, which is a part of sgl_kernel.
+        if server_args.attention_backend is None:
+            server_args.attention_backend = self.get_default_attention_backend()
+
+    def init_backend(self) -> None:
+        """SGLang calls this while it imports its model runner, before the process groups exist."""
+        _skip_thread_binding_without_sgl_kernel()
+
+    def post_load_model(self, model: Any) -> None:
+        prepare_scheduler()
+
+
+def prepare_scheduler() -> None:
+    """Let `torch_native` attention serve MLA models in this scheduler process.
+
+    SGLang's default sends an extend without cached prefix through plain multi-head attention, for which
+    `torch_native` has no MLA pool layout; the absorbed form works for every extend and for decoding. The
+    platform calls this itself after the weights are loaded. Idempotent; does nothing on another platform.
+    """
+    if not is_active():
+        return
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+
+    handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
+
+
+def _skip_thread_binding_without_sgl_kernel() -> None:
+    """On arm64 SGLang binds threads through `sgl_kernel` unconditionally; on x86 only if it has it."""
+    if importlib.util.find_spec("sgl_kernel") is not None:
+        return
+    from sglang.srt.distributed import bootstrap
+
+    bootstrap._is_cpu_arm64 = False

@@ -1,0 +1,61 @@
+"""Servers that the end-to-end tests share: each takes half a minute to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_wavepp.launch.models import make_model
+from sglang_wavepp.launch.server import Server
+
+POOL = 20_000
+"""KV tokens of a stage."""
+BUDGET = 256
+"""Tokens of a prefill wave: most prompts need several."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama in float32."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    make_model(path, arch="llama", layers=8, hidden=64, context=8192, seed=1)
+    return path
+
+
+def start(model: Path, log: Path, *, flags: tuple[str, ...] = (), **options: object) -> Server:
+    """A server with the pool and the budget of the tests, not yet started."""
+    return Server(
+        model,
+        max_total_tokens=POOL,
+        context_length=8192,
+        chunked_prefill_size=BUDGET,
+        log_path=log,
+        flags=("--enable-cache-report", "--enable-custom-logit-processor", *flags),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="session")
+def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Plain SGLang on one stage: the oracle."""
+    log = tmp_path_factory.mktemp("logs") / "stock.log"
+    with start(model, log, flags=("--sleep-on-idle",)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def wave2(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """WavePP on two stages."""
+    log = tmp_path_factory.mktemp("logs") / "wave2.log"
+    with start(model, log, pp_size=2, wavepp=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def wave4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """WavePP on four stages, KV in pages of 16 tokens."""
+    log = tmp_path_factory.mktemp("logs") / "wave4.log"
+    with start(model, log, pp_size=4, wavepp=True, page_size=16) as server:
+        yield server

@@ -1,0 +1,105 @@
+"""Start, idleness and the end of a server, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import start
+
+from sglang_wavepp.launch.server import Server, ServerError
+
+IDLE_WINDOW_S = 5.0
+
+
+def _cpu_seconds(pids: list[int]) -> list[float]:
+    return [sum(psutil.Process(p).cpu_times()[:2]) for p in pids]
+
+
+def test_idle_stages_sleep(wave4: Server) -> None:
+    """An idle stage takes under a tenth of a core, and the next request is served from there."""
+    pids = list(wave4.scheduler_pids().values())
+    assert len(pids) == 4
+    before = _cpu_seconds(pids)
+    started = time.monotonic()
+    while time.monotonic() - started < IDLE_WINDOW_S:
+        threading.Event().wait(0.5)
+    elapsed = time.monotonic() - started
+    used = [b - a for a, b in zip(before, _cpu_seconds(pids), strict=True)]
+    assert max(used) / elapsed < 0.1, f"CPU shares of idle stages: {[u / elapsed for u in used]}"
+    body = {"input_ids": [400, 401, 402], "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+    assert len(wave4.post("/generate", body)["output_ids"]) <= 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_stage_ends_the_server(victim: int, model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "killed.log"
+    with start(model, log, pp_size=2, wavepp=True) as server:
+        os.kill(server.scheduler_pids()[victim], signal.SIGKILL)
+        deadline = time.monotonic() + 10.0
+        with pytest.raises(ServerError):
+            while time.monotonic() < deadline:
+                server.check()
+                threading.Event().wait(0.05)
+    assert f"the process of stage {victim} " in log.read_text()
+
+
+def test_untested_sglang_is_refused_and_can_be_overridden(model: Path, tmp_path: Path) -> None:
+    """A changed SGLang function stops the server with one line; the flag turns that into a warning."""
+    hack = tmp_path / "sitecustomize.py"
+    hack.write_text(
+        "import sys\n"
+        "try:\n"
+        "    import sglang_wavepp.tested as t\n"
+        "    table = next(iter(t.TESTED.values()))\n"
+        "    table['sglang.srt.mem_cache.common.release_kv_cache'] = 'changed'\n"
+        "except ImportError:\n"
+        "    pass\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path)}
+    log = tmp_path / "refused.log"
+    with pytest.raises(ServerError), start(model, log, pp_size=2, wavepp=True, env=env):
+        raise AssertionError("it must not serve")
+    text = log.read_text()
+    assert "differs from the tested one in sglang.srt.mem_cache.common.release_kv_cache" in text
+    assert "Traceback" not in text
+
+    flags = ("--wavepp-allow-untested-sglang",)
+    with start(model, tmp_path / "warned.log", pp_size=2, wavepp=True, env=env, flags=flags) as server:
+        body = {"input_ids": [400, 401], "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
+        assert server.post("/generate", body)["meta_info"]["prompt_tokens"] == 2
+    assert "serving all the same" in (tmp_path / "warned.log").read_text()
+
+
+def test_memory_stays_flat(wave2: Server) -> None:
+    """After a warm-up, hundreds of requests leave every stage's memory where it was."""
+    pids = list(wave2.scheduler_pids().values())
+
+    def load(seed: int) -> None:
+        def one(i: int) -> None:
+            body = {
+                "input_ids": [300 + (seed * 31 + i * 7 + k * k) % 700 for k in range(400)],
+                "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+            }
+            wave2.post("/generate", body)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(one, range(100)))
+
+    def resident() -> int:
+        return sum(psutil.Process(p).memory_info().rss for p in pids)
+
+    load(0)
+    load(1)
+    before = resident()
+    for seed in range(2, 6):
+        load(seed)
+    assert resident() - before < 32 * 2**20
+    statistics = wave2.get("/server_info")["internal_states"][0]["wavepp"]
+    assert statistics["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}

@@ -1,0 +1,118 @@
+"""Greedy answers of WavePP equal plain SGLang's on one stage, cold and with reuse, alone and under load."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import pytest
+
+from sglang_wavepp.launch.server import Server
+
+SESSIONS, TURNS = 8, 4
+VOCABULARY = range(300, 1000)
+
+
+class Answer(NamedTuple):
+    output: list[int]
+    cached: int
+    prompt: int
+
+
+def _first_prompts() -> list[list[int]]:
+    """Prompts of 3 to 1500 tokens; five of eight share a prefix of 611 tokens, some in part."""
+    rng = random.Random(11)
+    shared = rng.choices(VOCABULARY, k=611)
+    heads = [shared, shared, shared[:600], shared[:257], shared[:33], [], [], []]
+    tails = [1, 90, 350, 40, 7, 3, 700, 1500]
+    return [head + rng.choices(VOCABULARY, k=tail) for head, tail in zip(heads, tails, strict=True)]
+
+
+def generate(server: Server, tokens: list[int], new: int) -> Answer:
+    body = {
+        "input_ids": tokens,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+    }
+    got = server.post("/generate", body)
+    return Answer(got["output_ids"], got["meta_info"]["cached_tokens"], len(tokens))
+
+
+def _session(server: Server, number: int, prompt: list[int]) -> list[Answer]:
+    rng = random.Random(number)
+    answers = []
+    for _ in range(TURNS):
+        answers.append(generate(server, prompt, rng.randrange(1, 18)))
+        prompt = prompt + answers[-1].output + rng.choices(VOCABULARY, k=rng.randrange(1, 120))
+    return answers
+
+
+def _replay(server: Server, concurrency: int) -> list[list[Answer]]:
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda x: _session(server, *x), enumerate(_first_prompts())))
+
+
+def _outputs(replayed: list[list[Answer]]) -> list[list[list[int]]]:
+    return [[answer.output for answer in session] for session in replayed]
+
+
+@pytest.fixture(scope="module")
+def expected(stock: Server) -> dict[str, list[list[Answer]]]:
+    """Plain SGLang's answers, cold and then with everything cached."""
+    stock.post("/flush_cache")
+    return {"cold": _replay(stock, 1), "warm": _replay(stock, 1)}
+
+
+@pytest.mark.parametrize("name", ["wave2", "wave4"])
+def test_answers_equal_plain_sglang(
+    name: str, request: pytest.FixtureRequest, expected: dict[str, list[list[Answer]]]
+) -> None:
+    server: Server = request.getfixturevalue(name)
+    page = server.get("/server_info")["page_size"]
+    want = _outputs(expected["cold"])
+    assert len({tuple(o) for session in want for o in session}) > SESSIONS * TURNS // 2
+
+    server.post("/flush_cache")
+    cold = _replay(server, 1)
+    assert _outputs(cold) == want
+    for mine, stock in zip(cold, expected["cold"], strict=True):
+        assert [a.cached for a in mine] == [a.cached // page * page for a in stock]
+
+    warm = _replay(server, 1)
+    assert _outputs(warm) == want
+    for mine, stock in zip(warm, expected["warm"], strict=True):
+        assert [a.cached for a in mine] == [a.cached // page * page for a in stock]
+    assert all(a.cached > 0 for session in warm for a in session if a.prompt > 2 * page)
+
+    server.post("/flush_cache")
+    assert _outputs(_replay(server, 8)) == want
+    assert _outputs(_replay(server, 8)) == want
+
+    statistics = server.get("/server_info")["internal_states"][0]["wavepp"]
+    assert statistics["admitted"] >= 4 * SESSIONS * TURNS
+    assert statistics["rounds_per_request"] < 4
+    assert statistics["prefill_waves"] > 0 and statistics["decode_waves"] > 0
+
+
+def test_more_requests_than_room_all_finish(wave2: Server, stock: Server) -> None:
+    """Prompts and outputs of together three times the pool: admission waits, decode grows, nothing is lost."""
+    rng = random.Random(5)
+    prompts = [rng.choices(VOCABULARY, k=1200) for _ in range(40)]
+    wave2.post("/flush_cache")
+    with ThreadPoolExecutor(40) as pool:
+        got = list(pool.map(lambda p: generate(wave2, p, 24).output, prompts))
+    assert got == [generate(stock, p, 24).output for p in prompts]
+
+
+def test_retraction_keeps_answers(wave2: Server, stock: Server) -> None:
+    """Outputs far beyond the escrowed head start, of together more than the pool: some must be retracted."""
+    rng = random.Random(6)
+    prompts = [rng.choices(VOCABULARY, k=500) for _ in range(14)]
+    wave2.post("/flush_cache")
+    with ThreadPoolExecutor(14) as pool:
+        got = list(pool.map(lambda p: generate(wave2, p, 1200).output, prompts))
+    with ThreadPoolExecutor(8) as pool:
+        want = list(pool.map(lambda p: generate(stock, p, 1200).output, prompts))
+    assert got == want
+    statistics = wave2.get("/server_info")["internal_states"][0]["wavepp"]
+    assert statistics["retracted"] > 0
