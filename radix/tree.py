@@ -31,10 +31,12 @@ class WaveRadixCache(UnifiedRadixCache):
 class RequestPrefix:
     """The tokens of an SGLang request in their cache namespace. Length and limit follow the request."""
 
-    __slots__ = ("req",)
+    __slots__ = ("digest", "req")
 
-    def __init__(self, req: Any) -> None:
+    def __init__(self, req: Any, digest: int) -> None:
         self.req = req
+        self.digest = digest
+        """Digest of the payload that the request was built from, equal on all stages."""
 
     @property
     def length(self) -> int:

@@ -89,9 +89,10 @@ class Executor:
         """COMMIT: take the request over from admission. Returns it."""
         prefix, lease = self._member.take(d.seq, d.boundary)
         req = prefix.req
-        if prefix.length != d.length:
+        if (prefix.length, prefix.digest) != (d.length, d.digest):
             raise DivergenceError(
-                f"request {req.rid} has {prefix.length} tokens here, stage 0 committed {d.length}"
+                f"request {req.rid} has {prefix.length} tokens and payload {prefix.digest:016x} here, "
+                f"stage 0 committed {d.length} tokens and payload {d.digest:016x}"
             )
         self._live[d.seq] = _Live(d.seq, req, d.boundary, lease)
         self._seqs[req] = d.seq

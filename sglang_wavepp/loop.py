@@ -170,8 +170,6 @@ class MemberLoop(StageLoop):
             with self.stage.guard:
                 if isinstance(d, Commit):
                     self.executor.commit(d)
-                    if self.stage.wave.digest_of(d.seq) != d.digest:
-                        raise DivergenceError(f"request {d.seq} has another payload here than on stage 0")
                 elif isinstance(d, Output):
                     self.executor.apply_output(d)
                 elif isinstance(d, Drop):
@@ -207,12 +205,12 @@ class LeaderLoop(StageLoop):
 
     # --- posted by the WAVE thread -----------------------------------------------------------
 
-    def commit(self, c: Committed, req: Any, digest: int) -> None:
+    def commit(self, c: Committed, digest: int) -> None:
         """Every stage holds the request: log it."""
         d = Commit(c.seq, c.order, c.boundary, c.length, c.until, digest)
         self._publish(d)
         with self.stage.guard:
-            self.executor.commit(d)
+            req = self.executor.commit(d)
             self.s.waiting_queue.remove(req)
         most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
         self.sequencer.commit(c.seq, c.order, c.boundary, c.length, c.until, min(most, self.stage.longest))

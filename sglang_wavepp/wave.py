@@ -156,6 +156,7 @@ class MemberWave(Wave):
     def __init__(self, stage: Any, plane: MemberPlane, peers: dict[int, int]) -> None:
         super().__init__(stage, plane, peers)
         self._digests: dict[int, int] = {}
+        """Payload digests of requests that are being built."""
 
     # --- called by the loop ------------------------------------------------------------------
 
@@ -169,10 +170,6 @@ class MemberWave(Wave):
         """The loop gave room back."""
         if self.stage.member.freed():
             self.send(self.stage.member.capacity())
-
-    def digest_of(self, seq: int) -> int:
-        """Digest of a committed request's payload, as received. Forgotten with this call."""
-        return self._digests.pop(seq, -1)
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -190,8 +187,8 @@ class MemberWave(Wave):
             elif not isinstance(message, Beat):
                 if isinstance(message, Forget):
                     for seq in message.seqs:
-                        self._digests.pop(seq, None)
                         self.stage.intake.cancel(seq)
+                        self._digests.pop(seq, None)
                 self.stage.member.on_message(message)
         if self.stage.intake.compiling:
             with self.stage.guard:
@@ -213,15 +210,17 @@ class MemberWave(Wave):
             req, ready = self.stage.intake.build(offer.seq, request)
         self._digests[offer.seq] = offer.digest
         if req is None:
+            del self._digests[offer.seq]
             member.failed(offer.seq, "the request is not valid here")
         elif ready:
             self._built(offer.seq, req)
 
     def _built(self, seq: int, req: Any) -> None:
+        digest = self._digests.pop(seq)
         if req.to_finish is not None:
             self.stage.member.failed(seq, req.to_finish.message)
         else:
-            self.stage.member.offered(seq, RequestPrefix(req))
+            self.stage.member.offered(seq, RequestPrefix(req, digest))
 
 
 class LeaderWave(Wave):
@@ -234,8 +233,8 @@ class LeaderWave(Wave):
         self.leader = leader
         self.answers: deque[Message] = deque()
         """What stage 0's own member says to the leader."""
-        self._requests: dict[int, Any] = {}
-        self._digests: dict[int, int] = {}
+        self._requests: dict[int, RequestPrefix] = {}
+        """Every request from its offer to its end."""
         self._next_seq = 0
         self._controls: deque[tuple[Any, float]] = deque()
         self._control_running = False
@@ -342,15 +341,14 @@ class LeaderWave(Wave):
     def _on_event(self, event: Event) -> None:
         loop = self.stage.loop
         if isinstance(event, Committed):
-            digest = self._digests[event.seq]
-            loop.post(partial(loop.commit, event, self._requests[event.seq], digest))
+            loop.post(partial(loop.commit, event, self._requests[event.seq].digest))
         elif isinstance(event, Rejected):
             self.stage.stats.rejected += 1
-            req = self._forget(event.seq)
-            if req is not None:
+            known = self._requests.pop(event.seq, None)
+            if known is not None:
                 with self.stage.guard:
-                    req.set_finish_with_abort(event.reason)
-                    self._retire(req)
+                    known.req.set_finish_with_abort(event.reason)
+                    self._retire(known.req)
         elif isinstance(event, GrowthGranted):
             loop.post(partial(loop.grown, event.items))
         else:
@@ -360,7 +358,7 @@ class LeaderWave(Wave):
         self.leader.wave_finished()
         self.leader.finished(ended)
         for seq in ended:
-            self._forget(seq)
+            self._requests.pop(seq, None)
         if freed:
             self.leader.on_message(0, self.stage.member.capacity())
 
@@ -410,19 +408,19 @@ class LeaderWave(Wave):
                 if req is not None:
                     self._retire(req)
                 return
-        self._requests[seq] = req
-        self._digests[seq] = xxhash.xxh3_64_intdigest(payload)
+        digest = xxhash.xxh3_64_intdigest(payload)
+        self._requests[seq] = RequestPrefix(req, digest)
         self.leader.arrive(seq, len(req.origin_input_ids), req.sampling_params.max_new_tokens)
-        self._plane.send(None, Offer(self.leader.epoch, seq, self._digests[seq]), payload)
+        self._plane.send(None, Offer(self.leader.epoch, seq, digest), payload)
         if ready:
             self._built(seq, req)
 
     def _built(self, seq: int, req: Any) -> None:
         if req.to_finish is None:
-            self.stage.member.offered(seq, RequestPrefix(req))
+            self.stage.member.offered(seq, self._requests[seq])
             return
         self.leader.cancel(seq)
-        self._forget(seq)
+        self._requests.pop(seq, None)
         with self.stage.guard:
             self._retire(req)
 
@@ -438,13 +436,14 @@ class LeaderWave(Wave):
 
     def _abort(self, request: AbortReq) -> None:
         scheduler = self.stage.scheduler
-        for seq, req in list(self._requests.items()):
+        for seq, known in list(self._requests.items()):
+            req = known.req
             if not (request.abort_all or req.rid.startswith(request.rid)):
                 continue
             if not self.leader.cancel(seq):
                 self.stage.loop.post(partial(self.stage.loop.abort, seq, request.finished_reason))
                 continue
-            self._forget(seq)
+            del self._requests[seq]
             with self.stage.guard:
                 self.stage.intake.cancel(seq)
                 self._leave_queue(req)
@@ -452,10 +451,6 @@ class LeaderWave(Wave):
                 scheduler.send_abort_output(
                     _make_abort_req(req, finished_reason=request.finished_reason), req
                 )
-
-    def _forget(self, seq: int) -> Any:
-        self._digests.pop(seq, None)
-        return self._requests.pop(seq, None)
 
     # --- control requests --------------------------------------------------------------------
 

@@ -47,9 +47,10 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 @pytest.fixture(scope="session")
 def wave2(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """WavePP on two stages."""
+    """WavePP on two stages. The small reserve makes every longer output ask for more room."""
     log = tmp_path_factory.mktemp("logs") / "wave2.log"
-    with start(model, log, pp_size=2, wavepp=True) as server:
+    flags = ("--wavepp-decode-reserve", "64")
+    with start(model, log, pp_size=2, wavepp=True, flags=flags) as server:
         yield server
 
 

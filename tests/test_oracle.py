@@ -107,12 +107,11 @@ def test_more_requests_than_room_all_finish(wave2: Server, stock: Server) -> Non
 def test_retraction_keeps_answers(wave2: Server, stock: Server) -> None:
     """Outputs far beyond the escrowed head start, of together more than the pool: some must be retracted."""
     rng = random.Random(6)
-    prompts = [rng.choices(VOCABULARY, k=500) for _ in range(14)]
+    prompts = [rng.choices(VOCABULARY, k=3000) for _ in range(6)]
     wave2.post("/flush_cache")
-    with ThreadPoolExecutor(14) as pool:
-        got = list(pool.map(lambda p: generate(wave2, p, 1200).output, prompts))
-    with ThreadPoolExecutor(8) as pool:
-        want = list(pool.map(lambda p: generate(stock, p, 1200).output, prompts))
-    assert got == want
+    with ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda p: generate(wave2, p, 400).output, prompts))
+    assert got == [generate(stock, p, 400).output for p in prompts]
     statistics = wave2.get("/server_info")["internal_states"][0]["wavepp"]
     assert statistics["retracted"] > 0
+    assert statistics["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
