@@ -6,6 +6,7 @@ Imported by SGLang itself, once `cpu_platform.activate` has named the class.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform
@@ -37,32 +38,35 @@ class CpuPlatform(CpuSRTPlatform):
         if server_args.attention_backend is None:
             server_args.attention_backend = self.get_default_attention_backend()
 
-    def init_backend(self) -> None:
-        """SGLang calls this while it imports its model runner, before the process groups exist."""
+    def get_torch_distributed_backend_str(self) -> str:
+        # Not only an answer: of the platform's calls this is the last one before threads are bound.
         _skip_thread_binding_without_sgl_kernel()
+        return "gloo"
 
     def post_load_model(self, model: Any) -> None:
         prepare_scheduler()
 
 
 def prepare_scheduler() -> None:
-    """Let `torch_native` attention serve MLA models in this scheduler process.
+    """Make this scheduler process ready for the CPU. Idempotent; does nothing on another platform.
 
-    SGLang's default sends an extend without cached prefix through plain multi-head attention, for which
-    `torch_native` has no MLA pool layout; the absorbed form works for every extend and for decoding. The
-    platform calls this itself after the weights are loaded. Idempotent; does nothing on another platform.
+    The platform class does this by itself in time, so nobody has to call it. What it does:
+
+    * MLA models on `torch_native` attention: SGLang's default sends an extend without cached prefix
+      through plain multi-head attention, which `torch_native` cannot do on an MLA pool. The absorbed form
+      serves every extend and decoding.
+    * arm64 hosts: no thread binding through `sgl_kernel`, if that is absent.
     """
     if not is_active():
         return
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 
     handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
+    _skip_thread_binding_without_sgl_kernel()
 
 
 def _skip_thread_binding_without_sgl_kernel() -> None:
     """On arm64 SGLang binds threads through `sgl_kernel` unconditionally; on x86 only if it has it."""
-    if importlib.util.find_spec("sgl_kernel") is not None:
-        return
-    from sglang.srt.distributed import bootstrap
-
-    bootstrap._is_cpu_arm64 = False
+    bootstrap = sys.modules.get("sglang.srt.distributed.bootstrap")
+    if bootstrap is not None and importlib.util.find_spec("sgl_kernel") is None:
+        bootstrap._is_cpu_arm64 = False  # type: ignore[attr-defined]

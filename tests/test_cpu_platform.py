@@ -99,10 +99,13 @@ def test_an_sglang_process_on_this_platform() -> None:
 import json, sys
 import sglang.launch_server, sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager
 import sglang.srt.multimodal.internvl_utils
-from sglang.srt.distributed import bootstrap
+from sglang.srt.distributed import bootstrap, parallel_state
 from sglang.srt.models.deepseek_common import attention_backend_handler as mla
 from sglang.srt.platforms import current_platform
 from sglang_wavepp.launch.cpu_device import CpuPlatform, prepare_scheduler
+bootstrap._is_cpu_arm64 = True
+backend = parallel_state.get_default_distributed_backend("cpu")
+threads_through_sgl_kernel = bootstrap._is_cpu_arm64
 prepare_scheduler()
 prepare_scheduler()
 print(json.dumps({
@@ -113,7 +116,8 @@ print(json.dumps({
     "torchvision": "torchvision" in sys.modules,
     "sgl_kernel": "sgl_kernel" in sys.modules,
     "mla": mla.AttentionBackendRegistry.get_handler("torch_native") is mla._dispatch_mla_subtype,
-    "arm threads": bootstrap._is_cpu_arm64,
+    "backend": backend,
+    "threads through sgl_kernel": threads_through_sgl_kernel,
 }))
 """
     report = json.loads(run_python(code, **cpu_platform.default_environment(2)).splitlines()[-1])
@@ -125,5 +129,6 @@ print(json.dumps({
         "torchvision": True,
         "sgl_kernel": False,
         "mla": True,
-        "arm threads": False,
+        "backend": "gloo",
+        "threads through sgl_kernel": False,
     }

@@ -311,9 +311,7 @@ def test_a_partial_answer_is_an_error(
 
 
 @pytest.mark.parametrize("limits", [{"request_timeout": 0.2}, {"timeout": 0.2}])
-def test_a_silent_server_does_not_block_the_replay(
-    fake: tuple[str, Replies], limits: dict[str, Any]
-) -> None:
+def test_a_silent_server_does_not_block_the_replay(fake: tuple[str, Replies], limits: dict[str, Any]) -> None:
     url, replies = fake
     release = threading.Event()
     replies.before = lambda body: release.wait(BOUND)
