@@ -122,9 +122,12 @@ class LeaderPlane(_Plane):
 
     def receive(self) -> Iterator[tuple[int, Message]]:
         """All messages that are there now, as (rank, message). Never blocks."""
+        return self._receive(self.control)
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Message]]:
         while True:
             try:
-                frames = self.control.recv_multipart(zmq.NOBLOCK)
+                frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             rank = self._ranks.get(frames[0])
@@ -140,11 +143,16 @@ class LeaderPlane(_Plane):
     def gather(self, mine: Hello, deadline: float) -> Welcome:
         """Handshake: wait for all members, compare, agree on the smallest capacity, answer.
 
-        `deadline` is in `time.monotonic` seconds. Raises `HandshakeError` after telling the members why.
+        `deadline` is in `time.monotonic` seconds. Raises `HandshakeError` after telling the members why. Once
+        every member is connected the directory is not needed any more, and goes.
         """
         hellos = {0: mine}
+        connected = {0}
+        poller = zmq.Poller()
+        poller.register(self.control, zmq.POLLIN)
+        poller.register(self.bulk, zmq.POLLIN)
         try:
-            while len(hellos) <= len(self._ranks):
+            while min(len(hellos), len(connected)) <= len(self._ranks):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     missing = [r for r in self._identities if r not in hellos]
@@ -152,10 +160,11 @@ class LeaderPlane(_Plane):
                         f"stage {', '.join(map(str, missing))} did not come to the handshake in time; "
                         "does every stage load the same WavePP?"
                     )
-                if self.control.poll(min(left, 0.5) * 1000):
-                    for rank, message in self.receive():
-                        if isinstance(message, Hello):
-                            hellos[rank] = message
+                poller.poll(min(left, 0.5) * 1000)
+                connected.update(rank for rank, _ in self._receive(self.bulk))
+                for rank, message in self.receive():
+                    if isinstance(message, Hello):
+                        hellos[rank] = message
             for rank, hello in sorted(hellos.items()):
                 _compare(mine, hello, rank)
         except HandshakeError as error:
@@ -164,6 +173,7 @@ class LeaderPlane(_Plane):
                     self.send(rank, Refuse(str(error)))
             raise
         capacity = {k: min(h.capacity[k] for h in hellos.values()) for k in mine.capacity}
+        shutil.rmtree(self.directory, ignore_errors=True)
         welcome = Welcome([hellos[r].pid for r in sorted(hellos)], capacity)
         self.send(None, welcome)
         return welcome
@@ -205,6 +215,7 @@ class MemberPlane(_Plane):
 
     def join(self, mine: Hello, deadline: float) -> Welcome:
         """Handshake: introduce this stage and wait for stage 0's verdict. Raises `HandshakeError`."""
+        self.bulk.send(encode(mine))
         self.send(mine)
         while (left := deadline - time.monotonic()) > 0:
             if self.control.poll(min(left, 0.5) * 1000):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("SGLANG_PLATFORM", "wavepp-cpu")
 
 from sglang_wavepp.launch.models import make_model
 from sglang_wavepp.launch.server import Server

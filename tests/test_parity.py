@@ -160,6 +160,7 @@ def test_chat(stock: Server, wave2: Server) -> None:
 
 
 def test_custom_logit_processor(stock: Server, wave2: Server) -> None:
+    import sglang.srt.utils  # noqa: F401: makes torchvision importable, which the next line needs
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
     class Always(CustomLogitProcessor):
@@ -225,10 +226,10 @@ def _statistics(server: Server) -> dict[str, Any]:
 def test_abort_by_rid_prefix(wave2: Server) -> None:
     body = {"input_ids": LONG, "sampling_params": _greedy(max_new_tokens=4000)}
     with ThreadPoolExecutor(4) as pool:
-        victims = [pool.submit(_ask, wave2, rid=f"victim-{i}", **body) for i in range(3)]
+        victims = [pool.submit(_ask, wave2, rid=rid, **body) for rid in ("victim", "victim-1", "victim-2")]
         other = pool.submit(_ask, wave2, rid="other", input_ids=LONG, sampling_params=_greedy())
         _eventually(lambda: _statistics(wave2)["running"] >= 3)
-        wave2.post("/abort_request", {"rid": "victim-"})
+        wave2.post("/abort_request", {"rid": "victim"})
         for victim in victims:
             assert victim.result(BOUND)["meta_info"]["finish_reason"]["type"] == "abort"
         assert other.result(BOUND)["meta_info"]["finish_reason"]["type"] == "length"
@@ -286,13 +287,19 @@ def test_flush_and_pause(wave2: Server) -> None:
     wave2.post("/flush_cache")
     assert _ask(wave2, input_ids=LONG, sampling_params=_greedy())["meta_info"]["cached_tokens"] == 0
 
-    wave2.post("/pause_generation", {"mode": "in_place"})
+    def waves() -> int:
+        return int(_statistics(wave2)["waves"])
+
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_ask, wave2, input_ids=LONG[:200], sampling_params=_greedy())
-        _eventually(lambda: _statistics(wave2)["running"] + _statistics(wave2)["waiting"] > 0)
+        before = waves()
+        asked = pool.submit(_ask, wave2, input_ids=LONG, sampling_params=_greedy(max_new_tokens=300))
+        _eventually(lambda: waves() > before + 10)
+        wave2.post("/pause_generation", {"mode": "in_place"})
+        paused = waves()
+        assert waves() == waves() == paused
         assert not asked.done()
         wave2.post("/continue_generation", {})
-        assert len(asked.result(BOUND)["output_ids"]) == 12
+        assert len(asked.result(BOUND)["output_ids"]) == 300
 
 
 def test_health_generate_answers_idle_and_busy(wave2: Server) -> None:
