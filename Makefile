@@ -2,7 +2,8 @@
 
 BIN := .venv/bin
 # Pure packages and modules, type-checked strictly. Those that import sglang are not.
-STRICT := hint_index mpu radix/ledger.py radix/lease.py
+STRICT := config.py errors.py leader.py log.py member.py messages.py sequencer.py stats.py hint_index mpu \
+	radix/ledger.py radix/lease.py radix/protocol.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint typecheck

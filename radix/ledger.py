@@ -99,7 +99,10 @@ class Ledger:
             self._set(entry, min(entry.covered, self._cover(until)), entry.taken)
 
     def take(self, owner: int, length: int) -> None:
-        """The loop allocates up to KV length `length` and binds the row. Raises `LedgerError` beyond the grant."""
+        """The loop allocates up to KV length `length` and binds the row.
+
+        Raises `LedgerError` beyond the grant. O(1).
+        """
         entry = self._entry(owner)
         if length > entry.covered:
             raise LedgerError(

@@ -1,4 +1,4 @@
-"""SGLang's prefix tree and pools, seen through the `PrefixTree` protocol. The only module here that knows SGLang."""
+"""SGLang's prefix tree and pools behind the `PrefixTree` protocol: the only module here that knows SGLang."""
 
 from __future__ import annotations
 

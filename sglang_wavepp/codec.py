@@ -7,7 +7,9 @@ arrays and tensors, and a request whose fields need pickle is refused by name on
 
 from __future__ import annotations
 
-from typing import Any, Union
+import functools
+import operator
+from typing import Any
 
 import msgspec
 import torch
@@ -37,7 +39,7 @@ def _ext_hook(code: int, data: memoryview) -> Any:
 _STRUCTS = tuple(t for t in io_struct._struct_types if t is not io_struct.PickleWrapper)
 _encoder = msgspec.msgpack.Encoder(enc_hook=msgpack_utils.enc_hook)
 _decoder = msgspec.msgpack.Decoder(
-    Union[_STRUCTS],  # noqa: UP007: built from a tuple
+    functools.reduce(operator.or_, _STRUCTS),
     dec_hook=msgpack_utils.dec_hook,
     ext_hook=_ext_hook,
 )

@@ -111,10 +111,11 @@ class Executor:
             if live.lease is not None:
                 self._bind_prefix(live)
                 hits += live.boundary
-            if req.prefix_len != span.begin or (len(req.full_untruncated_fill_ids) == span.end) != span.last:
+            total = len(req.full_untruncated_fill_ids)
+            if req.prefix_len != span.begin or (total == span.end) != span.last:
                 raise DivergenceError(
-                    f"wave {d.wave}: request {req.rid} stands at {req.prefix_len} of "
-                    f"{len(req.full_untruncated_fill_ids)} tokens here, the log says [{span.begin}, {span.end})"
+                    f"wave {d.wave}: request {req.rid} stands at {req.prefix_len} of {total} tokens here, "
+                    f"the log says [{span.begin}, {span.end})"
                 )
             req.extend_end = span.end
             self._member.ledger.take(span.seq, span.end)

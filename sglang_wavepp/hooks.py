@@ -82,7 +82,7 @@ RELIED_ON: tuple[str, ...] = (
 
 
 def install(server_args: Any) -> None:
-    """Register the hooks; called in every scheduler process of a server with `--wavepp`, before they are applied."""
+    """Register the hooks, in a scheduler process of a server with `--wavepp`; SGLang applies them next."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, name in HOOKS.items():
@@ -114,7 +114,7 @@ def check(allow_untested: bool) -> None:
 
 
 def fingerprint(target: str) -> str:
-    """Hash of the source of an SGLang function, of the original where a hook wraps it; "missing" if there is none."""
+    """Hash of the source of an SGLang function, unwrapped from hooks; "missing" if there is none."""
     try:
         function = inspect.unwrap(pkgutil.resolve_name(target))
     except (ImportError, AttributeError):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.messages import (
@@ -127,7 +128,7 @@ class _Round:
     started: float
     holds: list[Admission]
     grows: list[tuple[int, int]]
-    answers: dict[int, list]
+    answers: dict[int, list[Any]]
 
 
 class Leader:
@@ -359,7 +360,7 @@ class Leader:
             return
         if isinstance(message, Nack):
             raise ProtocolError(f"stage {rank} is in epoch {message.epoch}, the leader in {self.epoch}")
-        answer: list = message.items
+        answer: list[Any] = message.items
         if len(answer) != len(r.holds) + len(r.grows):
             raise ProtocolError(f"stage {rank} answered {len(answer)} items in round {r.number}")
         r.answers[rank] = answer
@@ -372,7 +373,7 @@ class Leader:
         else:
             self._end_hold(r, columns)
 
-    def _end_hold(self, r: _Round, columns: list[tuple]) -> None:
+    def _end_hold(self, r: _Round, columns: list[tuple[Any, ...]]) -> None:
         for a, column in zip(r.holds, columns, strict=True):
             if a not in self._queue:
                 continue  # cancelled meanwhile: FORGET is on its way behind the hold
@@ -408,7 +409,7 @@ class Leader:
             self._send(Release(self.epoch, [a.seq for a in given]))
         return bool(given)
 
-    def _end_growth(self, r: _Round, columns: list[tuple]) -> None:
+    def _end_growth(self, r: _Round, columns: list[tuple[Any, ...]]) -> None:
         granted: list[tuple[int, int]] = []
         back: list[tuple[int, int]] = []
         refusal: GrowthRefused | None = None

@@ -79,7 +79,7 @@ class StageLoop:
         raise NotImplementedError
 
     def _take(self, timeout: float) -> bool:
-        """Run what is in the inbox; wait for the first up to `timeout` seconds. False if there was nothing."""
+        """Run what is in the inbox, waiting up to `timeout` seconds for the first. False if it was empty."""
         try:
             call = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()
         except queue.Empty:

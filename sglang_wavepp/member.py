@@ -79,7 +79,7 @@ class Member:
         self._committed: dict[int, Any] = {}
         self._parked: list[Message] = []
         self._asked_early: set[int] = set()
-        """Committed requests that the leader already asks a new hint for: this loop has yet to retract them."""
+        """Committed requests that the leader already asks a hint for: this loop has yet to retract them."""
         self._forgotten_early: set[int] = set()
         """Committed requests that are to be forgotten once this loop has retracted them."""
         self._refused_since_freed = False

@@ -25,7 +25,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False)
 # --- handshake -------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """A member's proof that it runs the same thing as stage 0, and its own capacity."""
 
     rank: int
@@ -36,14 +36,14 @@ class Hello(Message):
     """May differ: KV tokens, request rows, running requests, lengths. The minimum is agreed."""
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Stage 0's answer when all stages agree."""
 
     pids: list[int]
     capacity: dict[str, int]
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True):
     """Stage 0's answer when they do not."""
 
     reason: str
@@ -52,7 +52,7 @@ class Refuse(Message):
 # --- admission: leader to members ------------------------------------------------------------
 
 
-class Offer(Message):
+class Offer(Message, frozen=True):
     """A new request; its payload follows in the next frame of the same multipart message."""
 
     epoch: int
@@ -60,7 +60,7 @@ class Offer(Message):
     digest: int
 
 
-class HintQuery(Message):
+class HintQuery(Message, frozen=True):
     """Ask again for the reusable prefix of requests that were offered before."""
 
     epoch: int
@@ -75,7 +75,7 @@ class HoldItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     until: int
 
 
-class Hold(Message):
+class Hold(Message, frozen=True):
     """One hold round: the items are granted in this order, or from the first refusal on not at all."""
 
     epoch: int
@@ -83,20 +83,20 @@ class Hold(Message):
     items: list[HoldItem]
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """Give back the leases and the escrow of requests that were not committed. They stay offered."""
 
     epoch: int
     seqs: list[int]
 
 
-class Forget(Message):
+class Forget(Message, frozen=True):
     """Drop uncommitted requests altogether: cancelled or refused."""
 
     seqs: list[int]
 
 
-class Grow(Message):
+class Grow(Message, frozen=True):
     """Escrow more room for running requests: items are (seq, new KV length)."""
 
     epoch: int
@@ -104,14 +104,14 @@ class Grow(Message):
     items: list[tuple[int, int]]
 
 
-class Ungrow(Message):
+class Ungrow(Message, frozen=True):
     """Take back what was granted in a growth round that another stage refused: (seq, old KV length)."""
 
     epoch: int
     items: list[tuple[int, int]]
 
 
-class Log(Message):
+class Log(Message, frozen=True):
     """Consecutive decisions of the log, the first at position `first`, each as its encoded bytes."""
 
     first: int
@@ -129,7 +129,7 @@ class HintItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str = ""
 
 
-class Hint(Message):
+class Hint(Message, frozen=True):
     epoch: int
     items: list[HintItem]
 
@@ -144,7 +144,7 @@ class HeldItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Refused although nothing runs on the stage: waiting cannot help."""
 
 
-class Held(Message):
+class Held(Message, frozen=True):
     epoch: int
     round: int
     items: list[HeldItem]
@@ -157,26 +157,26 @@ class GrownItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     hopeless: bool = False
 
 
-class Grown(Message):
+class Grown(Message, frozen=True):
     epoch: int
     round: int
     items: list[GrownItem]
 
 
-class Nack(Message):
+class Nack(Message, frozen=True):
     """The frame belonged to an epoch that is over on this stage."""
 
     epoch: int
     round: int
 
 
-class Capacity(Message):
+class Capacity(Message, frozen=True):
     """Room became free on a stage that had refused a hold or a growth."""
 
     epoch: int
 
 
-class WaveDone(Message):
+class WaveDone(Message, frozen=True):
     """The last stage's acknowledgement of a wave, with what it sampled.
 
     `elapsed_us` is from the start of the launch until the outputs were seen on the host.
@@ -190,15 +190,18 @@ class WaveDone(Message):
     extra: bytes
 
 
-class ControlDone(Message):
-    """A stage applied the control decision at `position`; it is in `epoch` now. `error` is empty or why it failed."""
+class ControlDone(Message, frozen=True):
+    """A stage applied the control decision at `position` and is in `epoch` now.
+
+    `error` is empty, or says why it failed.
+    """
 
     position: int
     epoch: int
     error: str
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """A member lives. `doing` says what its loop is at, `applied` how far it is in the log."""
 
     applied: int
@@ -208,7 +211,7 @@ class Beat(Message):
 # --- decisions -------------------------------------------------------------------------------
 
 
-class Commit(Decision):
+class Commit(Decision, frozen=True):
     """The request is admitted: every stage holds `boundary` tokens and the room up to `until`."""
 
     seq: int
@@ -228,7 +231,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     last: bool
 
 
-class Prefill(Decision):
+class Prefill(Decision, frozen=True):
     """A wave of prompt spans. `digest` covers the log before this entry."""
 
     wave: int
@@ -236,7 +239,7 @@ class Prefill(Decision):
     spans: list[Span]
 
 
-class Decode(Decision):
+class Decode(Decision, frozen=True):
     """A wave of one decode step for every row of a group. `digest` covers the log before this entry."""
 
     wave: int
@@ -245,7 +248,7 @@ class Decode(Decision):
     seqs: list[int]
 
 
-class Output(Decision):
+class Output(Decision, frozen=True):
     """What the last stage sampled in `wave`; `finished` are the requests that ended with it.
 
     The rows of a prefill wave that go on decoding join `group`.
@@ -258,7 +261,7 @@ class Output(Decision):
     extra: bytes
 
 
-class Drop(Decision):
+class Drop(Decision, frozen=True):
     """Take committed requests out while none of their waves is in flight.
 
     `retract` gives their room back and queues them again; otherwise they were aborted and are gone.
@@ -268,7 +271,7 @@ class Drop(Decision):
     retract: bool
 
 
-class Control(Decision):
+class Control(Decision, frozen=True):
     """A control request of SGLang (flush, weights, pause, profile, ...), encoded by SGLang's own codec.
 
     `idle` is stage 0's answer to whether the server was fully idle: members do not judge for themselves.

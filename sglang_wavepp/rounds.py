@@ -40,7 +40,7 @@ _WARN_EVERY_S = 10.0
 
 
 def make_socket_dir(parent: str, name: str) -> Path:
-    """Stage 0: make the server's socket directory, mode 0700. Raises `HandshakeError` if the path is taken."""
+    """Stage 0: make the server's socket directory, mode 0700. Raises `HandshakeError` if it exists."""
     path = Path(parent or tempfile.gettempdir()) / name
     try:
         path.mkdir(mode=0o700)
@@ -106,7 +106,10 @@ class LeaderPlane(_Plane):
             socket.bind(self._address(name))
 
     def send(self, rank: int | None, message: Message, payload: bytes | None = None) -> None:
-        """Send to one member, or to all; with `payload` on the bulk socket. Raises `ProtocolError` if a member is gone."""
+        """Send to one member, or to all; with `payload` on the bulk socket.
+
+        Raises `ProtocolError` if a member is gone.
+        """
         frame = encode(message)
         for target in self._identities if rank is None else (rank,):
             identity = self._identities[target]

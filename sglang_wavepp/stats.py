@@ -1,4 +1,4 @@
-"""Counters of a WavePP server, kept by stage 0 and shown in `/server_info` under `internal_states[0].wavepp`."""
+"""Counters of a WavePP server, kept by stage 0; `/server_info` has them in `internal_states[0].wavepp`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stats:
         self._waits_ms.append(waited_s * 1e3)
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-ready values. `admission_ms` is from a request's arrival to its COMMIT, waiting for room included."""
+        """JSON-ready values. `admission_ms` is from arrival to COMMIT, waiting for room included."""
         waits = sorted(self._waits_ms)
         return {
             "stages": self.stages,

@@ -1,4 +1,4 @@
-"""SGLang versions that WavePP was tested with: source fingerprints of the functions it hooks or depends on."""
+"""SGLang versions that WavePP was tested with, and the sources it rests on; see `sglang_wavepp.hooks`."""
 
 TESTED: dict[str, dict[str, str]] = {
     "0.5.23": {

@@ -1,4 +1,4 @@
-"""The WAVE thread of a stage: rounds plane, admission, watch. It does no device work and never waits for the loop.
+"""The WAVE thread of a stage: rounds plane, admission, watch. No device work, no waiting for the loop.
 
 Stage 0's WAVE also owns SGLang's incoming sockets: requests are validated, offered and agreed on while the
 loop executes earlier waves. Calls from the loop come in through a mailbox, calls to the loop are posted to
@@ -491,7 +491,8 @@ class LeaderWave(Wave):
         for rank, done in acks.items():
             if done.epoch != acks[0].epoch:
                 raise ProtocolError(
-                    f"stage {rank} is in epoch {done.epoch} after log entry {position}, stage 0 in {acks[0].epoch}"
+                    f"stage {rank} is in epoch {done.epoch} after log entry {position}, "
+                    f"stage 0 in {acks[0].epoch}"
                 )
         errors = [f"stage {rank}: {done.error}" for rank, done in sorted(acks.items()) if done.error]
         self.stage.loop.post(partial(self.stage.loop.control_done, position, errors))

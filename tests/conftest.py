@@ -13,7 +13,7 @@ os.environ.setdefault("SGLANG_PLATFORM", "wavepp-cpu")
 from sglang_wavepp.launch.models import make_model
 from sglang_wavepp.launch.server import Server
 
-POOL = 20_000
+POOL = 10_000
 """KV tokens of a stage."""
 BUDGET = 256
 """Tokens of a prefill wave: most prompts need several."""

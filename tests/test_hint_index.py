@@ -14,6 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from sglang_wavepp.hint_index import HintIndex, HintIndexStatistics, chain, seed_of
 
 SEED = seed_of(0x1234_5678_9ABC_DEF0, None, None)

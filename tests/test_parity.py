@@ -160,7 +160,6 @@ def test_chat(stock: Server, wave2: Server) -> None:
 
 
 def test_custom_logit_processor(stock: Server, wave2: Server) -> None:
-    import sglang.srt.utils  # noqa: F401: makes torchvision importable, which the next line needs
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
     class Always(CustomLogitProcessor):
