@@ -26,6 +26,10 @@ _SAFE_EXTENSIONS = frozenset(
 )
 
 
+UNSUPPORTED_FIELDS = ("mm_inputs", "session_params", "token_indices_to_pool", "kv_hints")
+"""Fields of a generate request that need more than tokens on every stage."""
+
+
 class CannotCarryError(ValueError):
     """The request has a field that WavePP cannot send to the other stages safely."""
 
@@ -51,9 +55,11 @@ def encode_request(request: TokenizedGenerateReqInput) -> bytes:
 
     Raises `CannotCarryError` naming the first field that cannot be carried.
     """
-    for field in ("mm_inputs", "session_params", "token_indices_to_pool", "kv_hints"):
+    for field in UNSUPPORTED_FIELDS:
         if getattr(request, field, None) is not None:
             raise CannotCarryError(f"WavePP does not support the request field {field!r} yet")
+    if (getattr(request.sampling_params, "beam_width", None) or 1) > 1:
+        raise CannotCarryError("WavePP does not support beam search yet")
     return _encode(msgspec.structs.replace(request, time_stats=None), type(request).__name__)
 
 

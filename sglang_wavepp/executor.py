@@ -311,6 +311,9 @@ class Executor:
         """What SGLang's metrics and load reports see as running."""
         self._view.reqs = [live.req for live in self._live.values()]
 
-    def wait_sent(self, works: list[Any]) -> None:
-        """Wait for sends; immediate for waves that the last stage has acknowledged."""
-        self._s._pp_commit_comm_work(works)
+    def wait_sent(self, works: list[Any], fence: bool = False) -> None:
+        """Wait for sends; immediate for waves that the last stage has acknowledged.
+
+        With `fence` the next forward pass also waits for them on the device.
+        """
+        self._s._pp_commit_comm_work(works, fence_next_forward=fence)

@@ -68,6 +68,8 @@ class StageLoop:
         self.progress = Progress()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sends: deque[tuple[int, list[Any]]] = deque()
+        self._reused_buffer = False
+        """The latest activations lie in a buffer of a device graph, which the next replay writes again."""
         self._checked_idle = 0.0
 
     def post(self, call: Callable[[], None]) -> None:
@@ -115,10 +117,13 @@ class StageLoop:
             p.at(f"waiting for the activations of wave {d.wave} from stage {self.stage.rank - 1}")
         proxy = e.receive(d.wave)
         p.at(f"running wave {d.wave}")
+        if self._reused_buffer:
+            e.wait_sent(self._sends.pop()[1], fence=True)
         result = e.launch(d.wave, batch, proxy)
         if self.stage.rank < self.stage.stages - 1:
             p.at(f"sending the activations of wave {d.wave} to stage {self.stage.rank + 1}")
             self._sends.append((d.wave, e.send(d.wave, result)))
+            self._reused_buffer = bool(result.can_run_cuda_graph)
         with self.stage.guard:
             e.after_launch(d.wave)
 
@@ -126,6 +131,7 @@ class StageLoop:
         """Let go of the buffers of waves up to `upto` (None: all). They were received long ago."""
         while self._sends and (upto is None or self._sends[0][0] <= upto):
             self.executor.wait_sent(self._sends.popleft()[1])
+        self._reused_buffer = self._reused_buffer and bool(self._sends)
 
     def _apply_control(self, request: Any, idle: bool) -> Any:
         name = type(request).__name__
@@ -232,6 +238,8 @@ class LeaderLoop(StageLoop):
     def abort(self, seq: int, reason: dict[str, Any] | None) -> None:
         """A client aborted a committed request: it leaves when none of its waves is in flight."""
         if not self.sequencer.drop(seq):
+            # It has ended, or it was retracted meanwhile and waits: the WAVE thread knows which.
+            self.stage.wave.abort_waiting(seq, reason)
             return
         given = {k: v for k, v in (reason or {}).items() if k != "type" and v is not None}
         self._aborts[seq] = FINISH_ABORT(**given)
@@ -322,7 +330,7 @@ class LeaderLoop(StageLoop):
         position = self.log.position
         self._publish(Control(encode_control(request), idle))
         output = self._apply_control(request, idle)
-        self.sequencer.paused = bool(self.s._engine_paused)
+        self.sequencer.paused = bool(self.s._engine_paused or self.s.gracefully_exit)
         self._answers[position] = (request, output)
         self.stage.wave.control_logged(position)
 

@@ -59,7 +59,7 @@ class Stage:
                 "Rust core (SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=rust)"
             )
         tree = SGLangTree(cache, scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool)
-        self.member = Member(tree, lambda: self.guard, self._from_member)
+        self.member = Member(tree, lambda: self.wave.guarded(), self._from_member)
         cache.on_reset = self.member.reset
         self._connect()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)

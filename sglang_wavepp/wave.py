@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,13 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.managers.utils import is_health_check_generate_req
 from sglang.srt.utils import DynamicGradMode
 
-from sglang_wavepp.codec import CannotCarryError, decode_request, encode_control, encode_request
+from sglang_wavepp.codec import (
+    UNSUPPORTED_FIELDS,
+    CannotCarryError,
+    decode_request,
+    encode_control,
+    encode_request,
+)
 from sglang_wavepp.errors import ProtocolError, WavePPError
 from sglang_wavepp.leader import Committed, Event, GrowthGranted, Leader, Rejected
 from sglang_wavepp.messages import (
@@ -101,6 +108,16 @@ class Wave:
             logger.exception("WAVE thread of stage %d failed", self.stage.rank)
             end_server(self.stage.rank, f"its WAVE thread failed: {type(error).__name__}: {error}")
 
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Hold the stage's guard. While the loop keeps it (a weight load takes minutes), go on beating."""
+        while not self.stage.guard.acquire(timeout=_TICK_S):
+            self._beat()
+        try:
+            yield
+        finally:
+            self.stage.guard.release()
+
     def _register(self, poller: zmq.Poller) -> None:
         """More sources to sleep on."""
 
@@ -111,6 +128,9 @@ class Wave:
     def _beat(self) -> None:
         """Tell the peers that this stage lives."""
         raise NotImplementedError
+
+    def _check_limits(self) -> None:
+        """Look at time limits of the role, once a tick."""
 
     def _check_peers(self, ready: list[tuple[Any, int]], poller: zmq.Poller) -> None:
         for source, _ in ready:
@@ -125,6 +145,7 @@ class Wave:
         now = time.monotonic()
         self._ticked = now
         self._beat()
+        self._check_limits()
         limit = self.stage.config.heartbeat_timeout
         if now - self._turned > limit / 2:
             # This process itself stood still (stopped, or a starved machine): judge the others afresh.
@@ -157,6 +178,9 @@ class MemberWave(Wave):
         super().__init__(stage, plane, peers)
         self._digests: dict[int, int] = {}
         """Payload digests of requests that are being built."""
+        self._latest_offer = -1
+        self._forgotten: set[int] = set()
+        """Requests that were forgotten before their offer came: it takes the other socket."""
 
     # --- called by the loop ------------------------------------------------------------------
 
@@ -189,15 +213,21 @@ class MemberWave(Wave):
                     for seq in message.seqs:
                         self.stage.intake.cancel(seq)
                         self._digests.pop(seq, None)
+                        if seq > self._latest_offer:
+                            self._forgotten.add(seq)
                 self.stage.member.on_message(message)
         if self.stage.intake.compiling:
-            with self.stage.guard:
+            with self.guarded():
                 done = self.stage.intake.ready()
             for seq, req in done:
                 self._built(seq, req)
 
     def _offer(self, offer: Offer, payload: bytes) -> None:
         member = self.stage.member
+        self._latest_offer = offer.seq
+        if offer.seq in self._forgotten:
+            self._forgotten.discard(offer.seq)
+            return
         if xxhash.xxh3_64_intdigest(payload) != offer.digest:
             member.failed(offer.seq, "the payload arrived damaged")
             return
@@ -206,7 +236,7 @@ class MemberWave(Wave):
         except msgspec.DecodeError as error:
             member.failed(offer.seq, f"the payload does not decode: {error}")
             return
-        with self.stage.guard:
+        with self.guarded():
             req, ready = self.stage.intake.build(offer.seq, request)
         self._digests[offer.seq] = offer.digest
         if req is None:
@@ -267,6 +297,10 @@ class LeaderWave(Wave):
         """Requests gave their KV back and wait again: (seq, SGLang request)."""
         self.mail.post(partial(self._retracted, items))
 
+    def abort_waiting(self, seq: int, reason: Any) -> None:
+        """A client aborted a request that the loop does not run (any more)."""
+        self.mail.post(partial(self._abort_one, seq, reason))
+
     def control_logged(self, position: int) -> None:
         """A control decision was logged and applied by stage 0."""
         self.mail.post(partial(self._control_logged, position))
@@ -287,8 +321,10 @@ class LeaderWave(Wave):
 
     def _beat(self) -> None:
         self._plane.send(None, Beat(self.stage.loop.log.position, self.stage.loop.progress.doing))
+
+    def _check_limits(self) -> None:
         self.leader.check()
-        with self.stage.guard:
+        with self.guarded():
             timeouts = self.stage.scheduler._poll_timeout_aborts()
         for request in timeouts:
             self._abort(request)
@@ -304,7 +340,7 @@ class LeaderWave(Wave):
                     break
                 self._on_request(request)
         if self.stage.intake.compiling:
-            with self.stage.guard:
+            with self.guarded():
                 done = self.stage.intake.ready()
             for seq, req in done:
                 self._built(seq, req)
@@ -346,7 +382,7 @@ class LeaderWave(Wave):
             self.stage.stats.rejected += 1
             known = self._requests.pop(event.seq, None)
             if known is not None:
-                with self.stage.guard:
+                with self.guarded():
                     known.req.set_finish_with_abort(event.reason)
                     self._retire(known.req)
         elif isinstance(event, GrowthGranted):
@@ -387,7 +423,7 @@ class LeaderWave(Wave):
         scheduler = self.stage.scheduler
         if is_health_check_generate_req(request) and not self.leader.idle:
             # Running requests carry the answer, as in stock SGLang: no progress, no answer.
-            with self.stage.guard:
+            with self.guarded():
                 scheduler.return_health_check_ipcs.append(request.http_worker_ipc)
             return
         seq = self._next_seq
@@ -397,9 +433,10 @@ class LeaderWave(Wave):
             payload = encode_request(request)
         except CannotCarryError as error:
             refusal = str(error)
-            for field in ("mm_inputs", "session_params", "token_indices_to_pool", "kv_hints"):
+            for field in UNSUPPORTED_FIELDS:
                 setattr(request, field, None)
-        with self.stage.guard:
+            request.sampling_params.beam_width = None
+        with self.guarded():
             req, ready = self.stage.intake.build(seq, request)
             if req is not None and refusal:
                 self.stage.intake.cancel(seq)
@@ -421,7 +458,7 @@ class LeaderWave(Wave):
             return
         self.leader.cancel(seq)
         self._requests.pop(seq, None)
-        with self.stage.guard:
+        with self.guarded():
             self._retire(req)
 
     def _retire(self, req: Any) -> None:
@@ -435,22 +472,24 @@ class LeaderWave(Wave):
             queue.remove(req)
 
     def _abort(self, request: AbortReq) -> None:
-        scheduler = self.stage.scheduler
         for seq, known in list(self._requests.items()):
-            req = known.req
-            if not (request.abort_all or req.rid.startswith(request.rid)):
-                continue
-            if not self.leader.cancel(seq):
-                self.stage.loop.post(partial(self.stage.loop.abort, seq, request.finished_reason))
-                continue
-            del self._requests[seq]
-            with self.stage.guard:
-                self.stage.intake.cancel(seq)
-                self._leave_queue(req)
-                scheduler._release_aborted_request(req)
-                scheduler.send_abort_output(
-                    _make_abort_req(req, finished_reason=request.finished_reason), req
-                )
+            if request.abort_all or known.req.rid.startswith(request.rid):
+                self._abort_one(seq, request.finished_reason)
+
+    def _abort_one(self, seq: int, reason: Any) -> None:
+        known = self._requests.get(seq)
+        if known is None:
+            return
+        if not self.leader.cancel(seq):
+            self.stage.loop.post(partial(self.stage.loop.abort, seq, reason))
+            return
+        del self._requests[seq]
+        scheduler, req = self.stage.scheduler, known.req
+        with self.guarded():
+            self.stage.intake.cancel(seq)
+            self._leave_queue(req)
+            scheduler._release_aborted_request(req)
+            scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
 
     # --- control requests --------------------------------------------------------------------
 

@@ -57,9 +57,10 @@ def wave2(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def wave4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """WavePP on four stages, KV in pages of 16 tokens."""
+    """WavePP on four stages, KV in pages of 16 tokens, with SGLang's metrics."""
     log = tmp_path_factory.mktemp("logs") / "wave4.log"
-    with start(model, log, pp_size=4, wavepp=True, page_size=16) as server:
+    flags = ("--enable-metrics",)
+    with start(model, log, pp_size=4, wavepp=True, page_size=16, flags=flags) as server:
         yield server

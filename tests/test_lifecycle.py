@@ -37,24 +37,24 @@ def test_idle_stages_sleep(wave4: Server) -> None:
     assert len(wave4.post("/generate", body)["output_ids"]) <= 2
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_stage_ends_the_server(victim: int, model: Path, tmp_path: Path) -> None:
-    log = tmp_path / "killed.log"
-    with start(model, log, pp_size=2, wavepp=True) as server:
-        os.kill(server.scheduler_pids()[victim], signal.SIGKILL)
-        deadline = time.monotonic() + 10.0
-        with pytest.raises(ServerError):
-            while time.monotonic() < deadline:
-                server.check()
-                threading.Event().wait(0.05)
-    assert f"the process of stage {victim} " in log.read_text()
+def _kill_and_check(server: Server, victim: int) -> None:
+    os.kill(server.scheduler_pids()[victim], signal.SIGKILL)
+    deadline = time.monotonic() + 10.0
+    with pytest.raises(ServerError):
+        while time.monotonic() < deadline:
+            server.check()
+            threading.Event().wait(0.05)
+    assert f"the process of stage {victim} " in server.log_path.read_text()
 
 
-def test_untested_sglang_is_refused_and_can_be_overridden(model: Path, tmp_path: Path) -> None:
-    """A changed SGLang function stops the server with one line; the flag turns that into a warning."""
-    hack = tmp_path / "sitecustomize.py"
-    hack.write_text(
-        "import sys\n"
+def test_killed_stage_ends_the_server(model: Path, tmp_path: Path) -> None:
+    with start(model, tmp_path / "killed.log", pp_size=2, wavepp=True) as server:
+        _kill_and_check(server, 0)
+
+
+def _changed_sglang(tmp_path: Path) -> dict[str, str]:
+    """An environment in which an SGLang function looks different from the tested one."""
+    (tmp_path / "sitecustomize.py").write_text(
         "try:\n"
         "    import sglang_wavepp.tested as t\n"
         "    table = next(iter(t.TESTED.values()))\n"
@@ -62,19 +62,30 @@ def test_untested_sglang_is_refused_and_can_be_overridden(model: Path, tmp_path:
         "except ImportError:\n"
         "    pass\n"
     )
-    env = {"PYTHONPATH": str(tmp_path)}
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_untested_sglang_is_refused(model: Path, tmp_path: Path) -> None:
     log = tmp_path / "refused.log"
-    with pytest.raises(ServerError), start(model, log, pp_size=2, wavepp=True, env=env):
+    with (
+        pytest.raises(ServerError),
+        start(model, log, pp_size=2, wavepp=True, env=_changed_sglang(tmp_path)),
+    ):
         raise AssertionError("it must not serve")
     text = log.read_text()
     assert "differs from the tested one in sglang.srt.mem_cache.common.release_kv_cache" in text
     assert "Traceback" not in text
 
+
+def test_untested_sglang_can_be_allowed(model: Path, tmp_path: Path) -> None:
+    """The flag turns the refusal into a warning, and nothing else: a killed member still ends the server."""
     flags = ("--wavepp-allow-untested-sglang",)
+    env = _changed_sglang(tmp_path)
     with start(model, tmp_path / "warned.log", pp_size=2, wavepp=True, env=env, flags=flags) as server:
         body = {"input_ids": [400, 401], "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
         assert server.post("/generate", body)["meta_info"]["prompt_tokens"] == 2
-    assert "serving all the same" in (tmp_path / "warned.log").read_text()
+        assert "serving all the same" in server.log_path.read_text()
+        _kill_and_check(server, 1)
 
 
 def test_memory_stays_flat(wave2: Server) -> None:

@@ -94,6 +94,13 @@ def test_answers_equal_plain_sglang(
     assert statistics["prefill_waves"] > 0 and statistics["decode_waves"] > 0
 
 
+def test_metrics_of_all_stages(wave4: Server) -> None:
+    generate(wave4, [400] * 40, 2)
+    metrics = wave4.get("/metrics")
+    assert "sglang:prompt_tokens_total{" in metrics
+    assert "sglang:num_running_reqs{" in metrics
+
+
 def test_more_requests_than_room_all_finish(wave2: Server, stock: Server) -> None:
     """Prompts and outputs of together twice the pool: admission waits, decode grows, nothing is lost."""
     rng = random.Random(5)

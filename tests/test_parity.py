@@ -160,22 +160,17 @@ def test_chat(stock: Server, wave2: Server) -> None:
 
 
 def test_custom_logit_processor(stock: Server, wave2: Server) -> None:
-    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-    class Always(CustomLogitProcessor):
-        def __call__(self, logits: Any, params: Any) -> Any:
-            for row, given in enumerate(params):
-                logits[row, :] = -float("inf")
-                logits[row, given["token"]] = 0.0
-            return logits
-
+    free = _ask(stock, text=PROMPT, sampling_params=_greedy())["output_ids"]
     body = {
         "text": PROMPT,
-        "custom_logit_processor": Always().to_str(),
-        "sampling_params": _greedy(custom_params={"token": 444}),
+        "custom_logit_processor": DisallowedTokensLogitsProcessor.to_str(),
+        "sampling_params": _greedy(custom_params={"token_ids": free[:3]}),
     }
     want, got = (_ask(server, **body)["output_ids"] for server in (stock, wave2))
-    assert got == want == [444] * 12
+    assert got == want
+    assert not set(got) & set(free[:3])
 
 
 ERRORS: dict[str, dict[str, Any]] = {

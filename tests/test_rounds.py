@@ -1,0 +1,148 @@
+"""The rounds plane on real sockets: handshake, bad frames, private directory."""
+
+from __future__ import annotations
+
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from sglang_wavepp.errors import HandshakeError, ProtocolError
+from sglang_wavepp.messages import Beat, Hello, Message, Offer, Welcome
+from sglang_wavepp.rounds import LeaderPlane, Mailbox, MemberPlane, find_socket_dir, make_socket_dir
+
+BOUND = 10.0
+
+
+def _hello(rank: int, **more: str) -> Hello:
+    return Hello(rank, 1000 + rank, {"version": "1", **more}, {"kv_tokens": 100 - rank, "rows": 8})
+
+
+def _shake(tmp_path: Path, hellos: list[Hello]) -> tuple[LeaderPlane, list[MemberPlane], list[object]]:
+    """Shake hands; outcomes are `Welcome`s or the errors that were raised, stage 0 first."""
+    leader = LeaderPlane(make_socket_dir(str(tmp_path), "plane"), len(hellos))
+    members = [MemberPlane(leader.directory, hello.rank) for hello in hellos[1:]]
+    outcomes: list[object] = [None] * len(hellos)
+    deadline = time.monotonic() + BOUND
+
+    def run(i: int) -> None:
+        try:
+            end = leader.gather if i == 0 else members[i - 1].join
+            outcomes[i] = end(hellos[i], deadline)
+        except HandshakeError as error:
+            outcomes[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(hellos))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND)
+    return leader, members, outcomes
+
+
+def _messages(plane: LeaderPlane | MemberPlane, count: int) -> list[Message]:
+    """Wait for `count` messages."""
+    got: list[Message] = []
+    deadline = time.monotonic() + BOUND
+    poller = zmq.Poller()
+    poller.register(plane.control, zmq.POLLIN)
+    poller.register(plane.bulk, zmq.POLLIN)
+    while len(got) < count:
+        assert time.monotonic() < deadline, f"only {len(got)} of {count} messages came"
+        poller.poll(100)
+        got += [m for item in plane.receive() for m in item if isinstance(m, Message)]
+    return got
+
+
+def _close(leader: LeaderPlane, members: list[MemberPlane]) -> None:
+    for plane in (leader, *members):
+        plane.close()
+
+
+def test_stages_agree_on_the_smallest_capacity(tmp_path: Path) -> None:
+    leader, members, outcomes = _shake(tmp_path, [_hello(0), _hello(1), _hello(2)])
+    want = Welcome([1000, 1001, 1002], {"kv_tokens": 98, "rows": 8})
+    assert outcomes == [want] * 3
+    assert not leader.directory.exists(), "the directory goes as soon as all are connected"
+    leader.send(None, Beat(1, ""))
+    leader.send(2, Offer(0, 5, 77), b"payload")
+    assert _messages(members[0], 1) == [Beat(1, "")]
+    assert _messages(members[1], 2) in ([Offer(0, 5, 77), Beat(1, "")], [Beat(1, ""), Offer(0, 5, 77)])
+    members[0].send(Beat(4, "x"))
+    assert _messages(leader, 1) == [Beat(4, "x")]
+    _close(leader, members)
+
+
+def test_a_stage_that_differs_is_named_to_all(tmp_path: Path) -> None:
+    leader, members, outcomes = _shake(tmp_path, [_hello(0), _hello(1), _hello(2, version="2")])
+    assert [str(o) for o in outcomes] == ["stage 2 has version 2, stage 0 has 1"] * 3
+    _close(leader, members)
+
+
+def test_a_missing_stage_is_named(tmp_path: Path) -> None:
+    leader = LeaderPlane(make_socket_dir(str(tmp_path), "plane"), 3)
+    member = MemberPlane(leader.directory, 1)
+    member.bulk.send(b"")
+    with pytest.raises(HandshakeError, match="stage 1, 2 did not come"):
+        leader.gather(_hello(0), time.monotonic() + 0.2)
+    with pytest.raises(HandshakeError, match="stage 0 did not answer"):
+        member.join(_hello(1), time.monotonic() + 0.2)
+    _close(leader, [member])
+
+
+def test_garbage_and_strangers_are_counted_and_dropped(tmp_path: Path) -> None:
+    directory = make_socket_dir(str(tmp_path), "plane")
+    leader = LeaderPlane(directory, 2)
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.connect(f"ipc://{directory / 'control'}")
+    stranger.send(b"\x93\x01\x02")
+    member = MemberPlane(directory, 1)
+    for frame in (b"", b"garbage", b"\xc1", b"\x91\xa7Unknown"):
+        member.control.send(frame)
+    member.control.send_multipart([b"two", b"frames"])
+    member.send(Beat(3, "alive"))
+    assert _messages(leader, 1) == [Beat(3, "alive")]
+    assert leader.dropped >= 5
+    leader.control.send_multipart([b"stage-1", b"\x00nonsense"])
+    leader.send(1, Beat(9, ""))
+    assert _messages(member, 1) == [Beat(9, "")]
+    assert member.dropped == 1
+    stranger.close(0)
+    _close(leader, [member])
+
+
+def test_a_gone_member_is_an_error_not_a_silence(tmp_path: Path) -> None:
+    leader = LeaderPlane(make_socket_dir(str(tmp_path), "plane"), 2)
+    with pytest.raises(ProtocolError, match="stage 1 cannot be reached"):
+        leader.send(None, Beat(0, ""))
+    leader.close()
+
+
+def test_socket_directory_is_private_and_not_shared(tmp_path: Path) -> None:
+    made = make_socket_dir(str(tmp_path), "mine")
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    with pytest.raises(HandshakeError, match="cannot make"):
+        make_socket_dir(str(tmp_path), "mine")
+    soon = time.monotonic() + 0.1
+    assert find_socket_dir(str(tmp_path), "mine", soon) == made
+    made.chmod(0o755)
+    with pytest.raises(HandshakeError, match="not a private directory"):
+        find_socket_dir(str(tmp_path), "mine", soon)
+    with pytest.raises(HandshakeError, match="in time"):
+        find_socket_dir(str(tmp_path), "nothing", soon)
+
+
+def test_mailbox_keeps_order_and_wakes() -> None:
+    mail = Mailbox()
+    poller = zmq.Poller()
+    poller.register(mail.fd, zmq.POLLIN)
+    seen: list[int] = []
+    for i in range(3):
+        mail.post(lambda i=i: seen.append(i))  # type: ignore[misc]
+    assert poller.poll(BOUND * 1000)
+    mail.drain()
+    assert seen == [0, 1, 2]
+    assert not poller.poll(0)
