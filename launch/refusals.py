@@ -65,8 +65,7 @@ ALLOWED = frozenset(
 
     mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size
     max_prefill_tokens page_size disable_radix_cache disable_overlap_schedule disable_chunked_prefix_cache
-    enable_priority_scheduling disable_priority_preemption default_priority_value
-    abort_on_priority_when_disabled schedule_low_priority_values_first
+    abort_on_priority_when_disabled
 
     attention_backend prefill_attention_backend decode_attention_backend sampling_backend
     triton_attention_num_kv_splits triton_attention_reduce_in_fp32 triton_attention_split_tile_size
@@ -129,7 +128,7 @@ _RECURRENT = "recurrent layers reuse snapshots, not prefixes"
 _SLIDING = "sliding-window layers reuse less than the common prefix"
 _POOLS = "the pool holds more than a plain KV cache"
 _MULTIMODAL = "multimodal inputs change the prompt after it has arrived"
-_PRIORITY = "WavePP retracts the youngest request and preempts none"
+_ARRIVAL = "requests are admitted in the order of arrival"
 _PLANNED = "stage 0 plans every wave, and does not take this into account"
 _TEXT = "waves are made of requests that generate text"
 _HIDDEN = "SGLang's pipeline does not carry them back from every stage"
@@ -159,8 +158,10 @@ REASONS: Mapping[str, tuple[str, ...]] = {
         "enable_mixed_chunk enable_dynamic_chunking prefill_decode_interval* prefill_max_requests "
         "num_continuous_decode_steps min_free_slots_delay scheduler_recv_interval"
     ),
-    "waves are planned in the order of arrival (or of priority)": _names("schedule_policy"),
-    _PRIORITY: _names("retraction_policy priority_scheduling_preemption_threshold"),
+    _ARRIVAL: _names(
+        "schedule_policy retraction_policy *priority_scheduling* *priority_preemption default_priority_value "
+        "schedule_low_priority_values_first"
+    ),
     "--wavepp-decode-reserve takes its place": _names("schedule_conservativeness"),
     "a WavePP server sleeps while it is idle, without it": _names("sleep_on_idle"),
     _SLIDING: _names("*swa*"),
@@ -295,10 +296,6 @@ def _check_combinations(config: Any) -> None:
     # FILLED_IN has this one's namespace, most of which models set for a draft that nobody may have asked for.
     if config.speculative_algorithm is not None:
         raise ConfigError(f"WavePP does not support --speculative-algorithm yet: {_SPECULATION}")
-    if config.enable_priority_scheduling and not config.disable_priority_preemption:
-        raise ConfigError(
-            f"WavePP needs --disable-priority-preemption with --enable-priority-scheduling: {_PRIORITY}"
-        )
     adapters = len(config.lora_paths or ())
     # One place in a batch is for requests without an adapter.
     if adapters > config.max_loras_per_batch - 1:

@@ -17,6 +17,8 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.utils import msgpack_utils
 
+from sglang_wavepp.errors import ProtocolError
+
 _SAFE_EXTENSIONS = frozenset(
     (
         msgpack_utils._MSGPACK_EXT_ARRAY,
@@ -87,11 +89,12 @@ def encode_outputs(outputs: dict[str, Any]) -> bytes:
     return _encoder.encode({k: _to_host(v) for k, v in outputs.items() if k != "next_token_ids"})
 
 
-def decode_outputs(tokens: list[int], extra: bytes) -> dict[str, Any]:
-    """The output dictionary on the other side. `next_token_ids` is an int64 CPU tensor of shape [rows]."""
-    outputs = _outputs_decoder.decode(extra) if extra else {}
-    outputs["next_token_ids"] = torch.tensor(tokens, dtype=torch.int64)
-    return outputs
+def decode_outputs(extra: bytes) -> dict[str, Any]:
+    """What `encode_outputs` made. Raises `ProtocolError` on anything else."""
+    try:
+        return _outputs_decoder.decode(extra) if extra else {}
+    except (msgspec.DecodeError, ValueError, TypeError, RuntimeError) as error:
+        raise ProtocolError(f"the outputs of the last stage do not decode: {error}") from None
 
 
 def _to_host(value: Any) -> Any:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats, QueueCount
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
@@ -18,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.observability.req_time_stats import set_time_batch
 
 from sglang_wavepp.codec import decode_outputs, encode_outputs
-from sglang_wavepp.errors import DivergenceError
+from sglang_wavepp.errors import DivergenceError, ProtocolError
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import Commit, Decode, Drop, Output, Prefill, WaveDone
 from sglang_wavepp.radix.lease import Lease
@@ -49,6 +50,17 @@ class _Group:
         return ([self.batch] if self.batch is not None else []) + self.joining
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Wave:
+    """A wave that was prepared and whose outputs were not applied yet."""
+
+    batch: ScheduleBatch
+    unfinished: list[Any]
+    """Requests whose prompt it does not complete."""
+    proxy: PPProxyTensors | None = None
+    """Its input activations: kept until the outputs came, since the device reads them from another stream."""
+
+
 class Executor:
     """One stage's requests and waves.
 
@@ -64,8 +76,7 @@ class Executor:
         self._groups = [_Group() for _ in range(groups)]
         self._live: dict[int, _Live] = {}
         self._seqs: dict[Any, int] = {}
-        self._waves: dict[int, tuple[ScheduleBatch, list[Any]]] = {}
-        """wave -> (batch, requests whose prompt it does not finish)."""
+        self._waves: dict[int, _Wave] = {}
         self._metadata: dict[int, Any] = {}
         self._sampled: deque[Any] = deque()
         """Last stage: (event, output tensors) as SGLang queues them, one for each wave in order."""
@@ -145,7 +156,7 @@ class Executor:
             num_running_reqs=QueueCount.from_reqs(self._view.reqs, s.enable_priority_scheduling),
             num_new_seqs=len(reqs),
         )
-        self._waves[d.wave] = (batch, unfinished)
+        self._waves[d.wave] = _Wave(batch, unfinished)
         return batch
 
     def prepare_decode(self, d: Decode) -> ScheduleBatch:
@@ -166,7 +177,7 @@ class Executor:
         for req, seq in zip(batch.reqs, d.seqs, strict=True):
             self._member.ledger.take(seq, req.kv.kv_allocated_len + 1)
         batch.prepare_for_decode()
-        self._waves[d.wave] = (batch, [])
+        self._waves[d.wave] = _Wave(batch, [])
         return batch
 
     def receive(self, wave: int) -> PPProxyTensors | None:
@@ -176,6 +187,7 @@ class Executor:
             got = proxy.tensors.pop(WAVE_KEY, None)
             if got != wave:
                 raise DivergenceError(f"activations of wave {got} arrived where wave {wave} was to run")
+            self._waves[wave].proxy = proxy
         return proxy
 
     def launch(self, wave: int, batch: ScheduleBatch, proxy: PPProxyTensors | None) -> Any:
@@ -199,7 +211,7 @@ class Executor:
 
     def after_launch(self, wave: int) -> None:
         """Publish the KV of prompts that go on in a later wave, so that their next span continues from it."""
-        for req in self._waves[wave][1]:
+        for req in self._waves[wave].unfinished:
             checkpoint_kv_cache(req, self._s.tree_cache)
 
     # --- outputs -----------------------------------------------------------------------------
@@ -216,10 +228,10 @@ class Executor:
         self._sampled.popleft()
         wave, started = self._sampled_waves.popleft()
         elapsed = int((time.perf_counter() - started) * 1e6)
-        batch, unfinished = self._waves[wave]
+        run = self._waves[wave]
         tensors = outputs.tensors
         carries_more = any(k != "next_token_ids" for k in tensors)
-        if len(unfinished) == len(batch.reqs) and not carries_more:
+        if len(run.unfinished) == len(run.batch.reqs) and not carries_more:
             return WaveDone(wave, elapsed, [], b"")
         extra = encode_outputs(tensors) if carries_more else b""
         return WaveDone(wave, elapsed, tensors["next_token_ids"].tolist(), extra)
@@ -227,10 +239,17 @@ class Executor:
     def output(self, wave: int, group: int, tokens: list[int], extra: bytes) -> list[int]:
         """Apply what a wave sampled, the same way on every stage. Returns the requests that ended with it."""
         s = self._s
-        batch, unfinished = self._waves.pop(wave)
+        run = self._waves.pop(wave)
+        batch, unfinished = run.batch, run.unfinished
         metadata = self._metadata.pop(wave)
-        outputs = PPProxyTensors(decode_outputs(tokens or [0] * len(batch.reqs), extra))
-        result = s._pp_prep_batch_result(batch, metadata, outputs)
+        if not tokens and len(unfinished) == len(batch.reqs):
+            tokens = [0] * len(batch.reqs)  # SGLang wants a row each; nobody reads them
+        if len(tokens) != len(batch.reqs):
+            raise ProtocolError(f"wave {wave} has {len(batch.reqs)} rows, the last stage sent {len(tokens)}")
+        ids = torch.tensor(tokens, dtype=torch.int64)
+        outputs = {**decode_outputs(extra), "next_token_ids": ids.to(s.device)}
+        result = s._pp_prep_batch_result(batch, metadata, PPProxyTensors(outputs))
+        result.next_token_ids = ids
         if result.logits_output is not None and result.logits_output.sampling_mask_output is not None:
             result.copy_done = s.device_module.Event()
             result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=False)

@@ -59,19 +59,25 @@ class Intake:
             return req, False
         return None, True
 
-    def ready(self) -> list[tuple[int, Any]]:
-        """Requests whose grammar is compiled by now (or failed: `to_finish` is set), as (seq, request)."""
+    def ready(self) -> list[tuple[int, Any | None]]:
+        """Requests whose grammar is compiled by now (or failed: `to_finish` is set), as (seq, request).
+
+        The request is None if SGLang did not queue it after all and has answered the client.
+        """
         done = [
             (seq, req)
             for seq, (req, since) in self._compiling.items()
             if req.grammar is None or req.grammar.done() or time.monotonic() - since > self._grammar_bound
         ]
+        queued: list[tuple[int, Any | None]] = []
         for seq, req in done:
             del self._compiling[seq]
             self._finish_grammar(req)
+            self._captured = None
             self._s._add_request_to_queue(req)
+            queued.append((seq, self._captured))
         self._captured = None
-        return done
+        return queued
 
     def cancel(self, seq: int) -> None:
         """Forget a request that is still compiling."""

@@ -157,6 +157,7 @@ class Leader:
         self._freed = False
         """Room became free since the open round began: a refusal in it may be outdated."""
         self._barrier = False
+        self._holds_nothing = False
         self._unplanned: dict[int, int] = {}
         """Prompt tokens of committed requests that no wave was planned for yet."""
         self._finished_waves = 0
@@ -169,13 +170,9 @@ class Leader:
         return not self._new and not self._queue and not self._running
 
     @property
-    def waiting(self) -> int:
-        """Requests that are not committed."""
-        return len(self._new) + len(self._queue)
-
-    def is_waiting(self, seq: int) -> bool:
-        """Is the request known and not committed?"""
-        return seq in self._new or any(a.seq == seq for a in self._queue)
+    def settled(self) -> bool:
+        """No request runs, and nothing is held for the waiting ones."""
+        return not self._running and self._round is None and not any(a.until for a in self._queue)
 
     # --- inputs ------------------------------------------------------------------------------
 
@@ -224,9 +221,13 @@ class Leader:
         self._unblock()
         return True
 
-    def barrier(self, on: bool) -> None:
-        """While a barrier is up nothing is committed and no hold is sent."""
+    def barrier(self, on: bool, *, give_back: bool = False) -> None:
+        """While a barrier is up nothing is committed and no hold is sent.
+
+        With `give_back` waiting requests also hold nothing meanwhile.
+        """
         self._barrier = on
+        self._holds_nothing = on and give_back
 
     def new_epoch(self) -> None:
         """Every stage applied a tree reset. Nothing may be held or committed at this point."""
@@ -252,6 +253,8 @@ class Leader:
     def step(self) -> None:
         """Commit what is agreed and start the next round, if there is anything to do."""
         if self._barrier:
+            if self._holds_nothing and self._round is None:
+                self._give_back(self._queue)
             return
         self._commit()
         if self._round is not None:
@@ -332,8 +335,7 @@ class Leader:
         self._round = _Round(self._round_number, self._now(), holds, grows, {})
 
     def _on_hint(self, rank: int, message: Hint) -> None:
-        if message.epoch != self.epoch:
-            return
+        # Of whatever epoch: a hint holds nothing, and the lease compares tokens.
         for item in message.items:
             a = self._new.get(item.seq)
             if a is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import xxhash
 
-from sglang_wavepp.errors import DivergenceError
+from sglang_wavepp.errors import DivergenceError, ProtocolError
 from sglang_wavepp.messages import Decision, Decode, Prefill, decode_decision, encode
 
 
@@ -36,7 +37,10 @@ class DecisionLog:
             raise DivergenceError(
                 f"stage {self._rank} expects log entry {self.position}, got entry {position}"
             )
-        decision = decode_decision(entry)
+        try:
+            decision = decode_decision(entry)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"log entry {position} does not decode: {error}") from None
         if isinstance(decision, Prefill | Decode) and decision.digest != self.digest:
             raise DivergenceError(
                 f"stage {self._rank}, wave {decision.wave}: the log's digest is {self.digest:016x} here "

@@ -135,6 +135,9 @@ class StageLoop:
 
     def _apply_control(self, request: Any, idle: bool) -> Any:
         name = type(request).__name__
+        self.progress.at(f"finishing the waves before {name}")
+        self._settle_sends(None)
+        self.s.device_module.synchronize()
         self.progress.at(f"applying {name}", long=True)
         if isinstance(request, ShutdownReq):
             self.stage.leaving = True
@@ -180,7 +183,9 @@ class MemberLoop(StageLoop):
                     self.executor.apply_output(d)
                 elif isinstance(d, Drop):
                     self.executor.drop(d)
-            self.stage.wave.freed()
+                freed = self.stage.member.freed()
+            if freed:
+                self.stage.wave.send(self.stage.member.capacity())
 
     def _control(self, d: Control) -> None:
         position = self.log.position - 1
@@ -226,14 +231,16 @@ class LeaderLoop(StageLoop):
     def wave_done(self, done: WaveDone) -> None:
         """The last stage has finished a wave: apply its outputs and log them."""
         self.progress.at(f"applying the outputs of wave {done.wave}")
+        self.stage.stats.wave(done.elapsed_us)
         group = self.sequencer.join_group(done.wave)
         with self.stage.guard:
             finished = self.executor.output(done.wave, group, done.tokens, done.extra)
+            freed = self.stage.member.freed()
         for seq in finished:
             self._aborts.pop(seq, None)
         self._publish(Output(done.wave, group, done.tokens, finished, done.extra))
         self.sequencer.output(done.wave, group, finished)
-        self.stage.wave.waves_finished(finished)
+        self.stage.wave.waves_finished(finished, freed)
 
     def abort(self, seq: int, reason: dict[str, Any] | None) -> None:
         """A client aborted a committed request: it leaves when none of its waves is in flight."""
@@ -256,11 +263,16 @@ class LeaderLoop(StageLoop):
         """A control request; admission stands still until it was applied by every stage."""
         self._controls.append((request, idle))
 
+    def local(self, request: Any) -> None:
+        """A request that only asks for stage 0's state: no log entry, no barrier."""
+        with self.stage.guard:
+            self._answer(request, self.s._request_dispatcher(request))
+
     def control_done(self, position: int, errors: list[str]) -> None:
         """Every member applied the control decision at `position`."""
         request, output = self._answers.pop(position)
-        ok = getattr(output, "success", True)
-        if (ok is False) != bool(errors):
+        ok = getattr(output, "success", True) is not False
+        if len(errors) != (0 if ok else self.stage.stages - 1):
             raise DivergenceError(
                 f"{type(request).__name__} went {'well' if ok else 'wrong'} on stage 0 but not so on "
                 f"others: {'; '.join(errors) or 'no error'}"
@@ -306,15 +318,18 @@ class LeaderLoop(StageLoop):
                     no_room = FINISH_ABORT("The KV cache has no room for another token of this request.")
                     self.executor.request(seq).to_finish = self._aborts.pop(seq, no_room)
             reqs = self.executor.drop(d)
+            freed = self.stage.member.freed()
             if d.retract:
                 self.stage.stats.retracted += len(reqs)
                 self.s.waiting_queue[:0] = reqs
+                for req in reqs:
+                    req.time_stats.set_wait_queue_entry_time()
             else:
                 self.s.output_streamer.stream_output(reqs, any(r.return_logprob for r in reqs))
         if d.retract:
-            self.stage.wave.retracted(list(zip(d.seqs, reqs, strict=True)))
+            self.stage.wave.retracted(list(zip(d.seqs, reqs, strict=True)), freed)
         else:
-            self.stage.wave.waves_finished(d.seqs)
+            self.stage.wave.waves_finished(d.seqs, freed)
 
     # --- control requests --------------------------------------------------------------------
 

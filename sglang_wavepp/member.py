@@ -77,7 +77,6 @@ class Member:
         self.leases = LeaseTable(tree)
         self._offered: dict[int, Any] = {}
         self._committed: dict[int, Any] = {}
-        self._parked: list[Message] = []
         self._asked_early: set[int] = set()
         """Committed requests that the leader already asks a hint for: this loop has yet to retract them."""
         self._forgotten_early: set[int] = set()
@@ -103,9 +102,8 @@ class Member:
     def on_message(self, message: Message) -> None:
         """One frame of the leader. Raises `ProtocolError` on a frame that no leader sends."""
         epoch = getattr(message, "epoch", self.epoch)
-        if epoch > self.epoch:
-            self._parked.append(message)
-        elif epoch < self.epoch:
+        if epoch != self.epoch:
+            # The leader sends nothing of a new epoch before every stage has acknowledged the reset.
             self._send(Nack(self.epoch, getattr(message, "round", 0)))
         elif isinstance(message, HintQuery):
             self._hint(message.seqs)
@@ -115,9 +113,10 @@ class Member:
             self._release(message.seqs)
         elif isinstance(message, Forget):
             self._release(message.seqs)
-            for seq in message.seqs:
-                if self._offered.pop(seq, None) is None and seq in self._committed:
-                    self._forgotten_early.add(seq)
+            with self._guard():
+                for seq in message.seqs:
+                    if self._offered.pop(seq, None) is None and seq in self._committed:
+                        self._forgotten_early.add(seq)
         elif isinstance(message, Grow):
             self._grow(message)
         elif isinstance(message, Ungrow):
@@ -127,21 +126,15 @@ class Member:
         else:
             raise ProtocolError(f"a member got {type(message).__name__}, which no leader sends")
 
-    def unpark(self) -> None:
-        """Handle frames that came before this stage's loop had reached their epoch."""
-        parked, self._parked = self._parked, []
-        for message in parked:
-            self.on_message(message)
-
     def _hint(self, seqs: Iterable[int]) -> None:
         items = []
-        for seq in seqs:
-            prefix = self._offered.get(seq)
-            if prefix is None:
-                if seq in self._committed:
+        with self._guard():
+            for seq in seqs:
+                prefix = self._offered.get(seq)
+                if prefix is not None:
+                    items.append(HintItem(seq, self._tree.probe(prefix, prefix.max_boundary)))
+                elif seq in self._committed:
                     self._asked_early.add(seq)
-            else:
-                items.append(HintItem(seq, self._tree.probe(prefix, prefix.max_boundary)))
         if items:
             self._send(Hint(self.epoch, items))
 

@@ -37,6 +37,8 @@ from sglang_wavepp.messages import (
 logger = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 10.0
+BULK_AT_A_TIME = 8
+"""Requests taken in one go, between looking at everything else."""
 
 
 def make_socket_dir(parent: str, name: str) -> Path:
@@ -200,9 +202,12 @@ class MemberPlane(_Plane):
         self.control.send(encode(message), zmq.NOBLOCK)
 
     def receive(self) -> Iterator[tuple[Message, bytes | None]]:
-        """All messages that are there now, with their payload if they came on the bulk socket."""
-        for socket in (self.bulk, self.control):
-            while True:
+        """Messages that are there now, with their payload if they came on the bulk socket.
+
+        Small messages first and all of them; of the bulky ones a few, so that a burst delays no decision.
+        """
+        for socket, most in ((self.control, 1 << 30), (self.bulk, BULK_AT_A_TIME)):
+            for _ in range(most):
                 try:
                     frames = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:

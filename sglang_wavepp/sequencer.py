@@ -123,7 +123,12 @@ class Sequencer:
             self.drop(seq, retract=True)
 
     def join_group(self, wave: int) -> int:
-        """The group that the rows of `wave` go on in: their own, or the smallest one after prefill."""
+        """The group that the rows of `wave` go on in: their own, or the smallest one after prefill.
+
+        Raises `ProtocolError` if the wave is not in flight.
+        """
+        if wave not in self._waves:
+            raise ProtocolError(f"wave {wave} was acknowledged, but it is not in flight")
         group, _ = self._waves[wave]
         if group >= 0:
             return group
@@ -131,8 +136,6 @@ class Sequencer:
 
     def output(self, wave: int, group: int, finished: Iterable[int]) -> None:
         """The last stage acknowledged `wave`; `finished` requests ended with it."""
-        if wave not in self._waves:
-            raise ProtocolError(f"wave {wave} was acknowledged, but it is not in flight")
         was, rows = self._waves.pop(wave)
         self._busy.discard(was)
         ended = set(finished)

@@ -24,6 +24,11 @@ class Stats:
         self.prompt_tokens = 0
         self.reused_tokens = 0
         self._waits_ms: deque[float] = deque(maxlen=_WINDOW)
+        self._waves_ms: deque[float] = deque(maxlen=_WINDOW)
+
+    def wave(self, elapsed_us: int) -> None:
+        """The last stage took this long for a wave."""
+        self._waves_ms.append(elapsed_us / 1e3)
 
     def admission(self, *, rounds: int, waited_s: float, length: int, boundary: int) -> None:
         """One request was committed."""
@@ -35,7 +40,7 @@ class Stats:
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-ready values. `admission_ms` is from arrival to COMMIT, waiting for room included."""
-        waits = sorted(self._waits_ms)
+        waits, waves = sorted(self._waits_ms), sorted(self._waves_ms)
         return {
             "stages": self.stages,
             "admitted": self.admitted,
@@ -47,6 +52,7 @@ class Stats:
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
             "waves": self.prefill_waves + self.decode_waves,
+            "last_stage_wave_ms": {"p50": _percentile(waves, 50), "p99": _percentile(waves, 99)},
             "prefill_waves": self.prefill_waves,
             "decode_waves": self.decode_waves,
         }

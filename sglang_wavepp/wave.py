@@ -25,6 +25,10 @@ from sglang.srt.managers.io_struct import (
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
     FlushCacheReqInput,
+    GetInternalStateReq,
+    LoadLoRAAdapterFromTensorsReqInput,
+    LoadLoRAAdapterReqInput,
+    LoadLoRAAdapterReqOutput,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     sock_recv,
@@ -53,7 +57,7 @@ from sglang_wavepp.messages import (
     WaveDone,
 )
 from sglang_wavepp.radix.tree import RequestPrefix
-from sglang_wavepp.rounds import LeaderPlane, Mailbox, MemberPlane
+from sglang_wavepp.rounds import BULK_AT_A_TIME, LeaderPlane, Mailbox, MemberPlane
 from sglang_wavepp.watch import PeerWatch, end_server
 
 logger = logging.getLogger(__name__)
@@ -103,7 +107,8 @@ class Wave:
             self._watch.close()
             self._plane.close()
         except WavePPError as error:
-            end_server(self.stage.rank, str(error))
+            if not self.stage.leaving:
+                end_server(self.stage.rank, str(error))
         except Exception as error:
             logger.exception("WAVE thread of stage %d failed", self.stage.rank)
             end_server(self.stage.rank, f"its WAVE thread failed: {type(error).__name__}: {error}")
@@ -113,6 +118,7 @@ class Wave:
         """Hold the stage's guard. While the loop keeps it (a weight load takes minutes), go on beating."""
         while not self.stage.guard.acquire(timeout=_TICK_S):
             self._beat()
+            self._check_loop()
         try:
             yield
         finally:
@@ -131,6 +137,19 @@ class Wave:
 
     def _check_limits(self) -> None:
         """Look at time limits of the role, once a tick."""
+
+    def _compiled(self) -> None:
+        """Go on with requests whose grammar is compiled by now."""
+        if not self.stage.intake.compiling:
+            return
+        with self.guarded():
+            done = self.stage.intake.ready()
+        for seq, req in done:
+            self._built(seq, req)
+
+    def _built(self, seq: int, req: Any | None) -> None:
+        """SGLang has made the request, failed it (`to_finish`), or answered the client itself (None)."""
+        raise NotImplementedError
 
     def _check_peers(self, ready: list[tuple[Any, int]], poller: zmq.Poller) -> None:
         for source, _ in ready:
@@ -157,7 +176,10 @@ class Wave:
                 raise ProtocolError(
                     f"stage {rank} was silent for {now - seen:.0f} s" + (f"; it was {said}" if said else "")
                 )
-        loop = self.stage.loop.progress
+        self._check_loop()
+
+    def _check_loop(self) -> None:
+        now, loop = time.monotonic(), self.stage.loop.progress
         if loop.doing and not loop.long and now - loop.since > self.stage.config.stall_timeout:
             raise ProtocolError(
                 f"its loop has made no progress for {now - loop.since:.0f} s: it is {loop.doing}"
@@ -185,15 +207,8 @@ class MemberWave(Wave):
     # --- called by the loop ------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send to stage 0. After a control decision also look at what was parked for the new epoch."""
+        """Send to stage 0."""
         self.mail.post(partial(self._plane.send, message))
-        if isinstance(message, ControlDone):
-            self.mail.post(self.stage.member.unpark)
-
-    def freed(self) -> None:
-        """The loop gave room back."""
-        if self.stage.member.freed():
-            self.send(self.stage.member.capacity())
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -216,11 +231,7 @@ class MemberWave(Wave):
                         if seq > self._latest_offer:
                             self._forgotten.add(seq)
                 self.stage.member.on_message(message)
-        if self.stage.intake.compiling:
-            with self.guarded():
-                done = self.stage.intake.ready()
-            for seq, req in done:
-                self._built(seq, req)
+        self._compiled()
 
     def _offer(self, offer: Offer, payload: bytes) -> None:
         member = self.stage.member
@@ -239,15 +250,14 @@ class MemberWave(Wave):
         with self.guarded():
             req, ready = self.stage.intake.build(offer.seq, request)
         self._digests[offer.seq] = offer.digest
-        if req is None:
-            del self._digests[offer.seq]
-            member.failed(offer.seq, "the request is not valid here")
-        elif ready:
+        if ready:
             self._built(offer.seq, req)
 
-    def _built(self, seq: int, req: Any) -> None:
+    def _built(self, seq: int, req: Any | None) -> None:
         digest = self._digests.pop(seq)
-        if req.to_finish is not None:
+        if req is None:
+            self.stage.member.failed(seq, "the request is not valid here")
+        elif req.to_finish is not None:
             self.stage.member.failed(seq, req.to_finish.message)
         else:
             self.stage.member.offered(seq, RequestPrefix(req, digest))
@@ -288,14 +298,16 @@ class LeaderWave(Wave):
         for seq, until in items:
             self.mail.post(partial(self.leader.want_growth, seq, until))
 
-    def waves_finished(self, ended: Iterable[int]) -> None:
-        """A wave's outputs were applied (or requests dropped); `ended` requests are over."""
-        freed = self.stage.member.freed()
+    def waves_finished(self, ended: Iterable[int], freed: bool) -> None:
+        """A wave's outputs were applied (or requests dropped); `ended` requests are over.
+
+        `freed`: stage 0 had refused somebody room before.
+        """
         self.mail.post(partial(self._finished, list(ended), freed))
 
-    def retracted(self, items: list[tuple[int, Any]]) -> None:
-        """Requests gave their KV back and wait again: (seq, SGLang request)."""
-        self.mail.post(partial(self._retracted, items))
+    def retracted(self, items: list[tuple[int, Any]], freed: bool) -> None:
+        """Requests gave their KV back and wait again: (seq, SGLang request). `freed` as above."""
+        self.mail.post(partial(self._retracted, items, freed))
 
     def abort_waiting(self, seq: int, reason: Any) -> None:
         """A client aborted a request that the loop does not run (any more)."""
@@ -333,17 +345,13 @@ class LeaderWave(Wave):
         for rank, message in self._plane.receive():
             self._on_member(rank, message)
         for socket in self._sockets:
-            while True:
+            for _ in range(BULK_AT_A_TIME):
                 try:
                     request = sock_recv(socket, zmq.NOBLOCK)
                 except zmq.Again:
                     break
                 self._on_request(request)
-        if self.stage.intake.compiling:
-            with self.guarded():
-                done = self.stage.intake.ready()
-            for seq, req in done:
-                self._built(seq, req)
+        self._compiled()
         self._settle()
         self._start_control()
 
@@ -366,7 +374,10 @@ class LeaderWave(Wave):
                     self.stage.member.on_message(message)
 
     def _on_member(self, rank: int, message: Message) -> None:
-        self._saw(rank, message.doing if isinstance(message, Beat) else None)
+        said = (
+            f"{message.doing or 'idle'} at log entry {message.applied}" if isinstance(message, Beat) else None
+        )
+        self._saw(rank, said)
         if isinstance(message, WaveDone):
             self.stage.loop.post(partial(self.stage.loop.wave_done, message))
         elif isinstance(message, ControlDone):
@@ -383,6 +394,7 @@ class LeaderWave(Wave):
             known = self._requests.pop(event.seq, None)
             if known is not None:
                 with self.guarded():
+                    self.stage.intake.cancel(event.seq)
                     known.req.set_finish_with_abort(event.reason)
                     self._retire(known.req)
         elif isinstance(event, GrowthGranted):
@@ -398,10 +410,12 @@ class LeaderWave(Wave):
         if freed:
             self.leader.on_message(0, self.stage.member.capacity())
 
-    def _retracted(self, items: list[tuple[int, Any]]) -> None:
+    def _retracted(self, items: list[tuple[int, Any]], freed: bool) -> None:
         for seq, req in items:
             length = len(req.origin_input_ids) + len(req.output_ids)
             self.leader.retracted(seq, length, req.sampling_params.max_new_tokens - len(req.output_ids))
+        if freed:
+            self.leader.on_message(0, self.stage.member.capacity())
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -415,8 +429,25 @@ class LeaderWave(Wave):
             self._abort(request)
         elif isinstance(request, TokenizedEmbeddingReqInput | BatchTokenizedEmbeddingReqInput):
             logger.error("WavePP serves generation only: an embedding request was dropped")
+        elif isinstance(request, GetInternalStateReq):
+            self.stage.loop.post(partial(self.stage.loop.local, request))
+        elif isinstance(request, LoadLoRAAdapterReqInput | LoadLoRAAdapterFromTensorsReqInput):
+            refusal = "WavePP does not load LoRA adapters at run time yet; name them with --lora-paths"
+            self._answer(request, LoadLoRAAdapterReqOutput(success=False, error_message=refusal))
+        else:
+            self._control(request)
+
+    def _control(self, request: Any) -> None:
+        try:
+            encode_control(request)
+        except CannotCarryError as error:
+            logger.error("%s", error)
         else:
             self._controls.append((request, time.monotonic()))
+
+    def _answer(self, request: Any, output: Any) -> None:
+        with self.guarded():
+            self.stage.scheduler.send_control_output(output, request)
 
     def _admit(self, request: TokenizedGenerateReqInput) -> None:
         request.unwrap_pickle_fields()
@@ -452,14 +483,15 @@ class LeaderWave(Wave):
         if ready:
             self._built(seq, req)
 
-    def _built(self, seq: int, req: Any) -> None:
-        if req.to_finish is None:
+    def _built(self, seq: int, req: Any | None) -> None:
+        if req is not None and req.to_finish is None:
             self.stage.member.offered(seq, self._requests[seq])
             return
         self.leader.cancel(seq)
         self._requests.pop(seq, None)
-        with self.guarded():
-            self._retire(req)
+        if req is not None:
+            with self.guarded():
+                self._retire(req)
 
     def _retire(self, req: Any) -> None:
         """Answer the client of a request that failed before admission. Under the guard."""
@@ -494,21 +526,24 @@ class LeaderWave(Wave):
     # --- control requests --------------------------------------------------------------------
 
     def _start_control(self) -> None:
-        """Hand the next control request to the loop. Admission stands still from here until it is over."""
-        if self._control_running or not self._controls:
+        """Hand the next control request to the loop. Admission stands still from here until it is over.
+
+        A flush that may wait for idleness is passed over until then, or until its time is up.
+        """
+        if self._control_running:
             return
-        request, since = self._controls[0]
-        idle = self.leader.idle
-        if isinstance(request, FlushCacheReqInput) and request.timeout_s:
-            if not idle and time.monotonic() - since < request.timeout_s:
-                return
-            request.timeout_s = 0.0
-        self._controls.popleft()
-        try:
-            encode_control(request)
-        except CannotCarryError as error:
-            logger.error("%s", error)
+        paused = self.stage.scheduler._engine_paused
+        idle = self.leader.idle or (paused and self.leader.settled)
+        now = time.monotonic()
+        for request, since in self._controls:
+            wait = (request.timeout_s or 0.0) if isinstance(request, FlushCacheReqInput) else 0.0
+            if idle or now - since >= wait:
+                break
+        else:
             return
+        self._controls.remove((request, since))
+        if wait:
+            request.timeout_s = 0.0  # the waiting is over: the stages answer at once
         self.leader.barrier(True)
         self._control_running = True
         self.stage.loop.post(partial(self.stage.loop.control, request, idle))
@@ -539,5 +574,7 @@ class LeaderWave(Wave):
     def _control_over(self) -> None:
         while self.leader.epoch < self.stage.member.epoch:
             self.leader.new_epoch()
-        self.leader.barrier(False)
+        # A paused server admits nobody, and the waiting hold nothing: weights may change under them.
+        paused = self.stage.scheduler._engine_paused
+        self.leader.barrier(paused, give_back=paused)
         self._control_running = False

@@ -164,8 +164,8 @@ ORDINARY = """
     --tool-call-parser qwen25 --reasoning-parser qwen3 --enable-cache-report --stream-interval 4
     --log-level warning --log-requests --log-requests-level 1 --enable-metrics --decode-log-interval 10
     --watchdog-timeout 60 --soft-watchdog-timeout 30 --dist-timeout 60 --disable-overlap-schedule
-    --disable-cuda-graph --cuda-graph-max-bs-decode 8 --base-gpu-id 0 --enable-priority-scheduling
-    --disable-priority-preemption --default-priority-value 0 --enable-custom-logit-processor
+    --disable-cuda-graph --cuda-graph-max-bs-decode 8 --base-gpu-id 0
+    --enable-custom-logit-processor
     --skip-server-warmup --allow-auto-truncate --max-loras-per-batch 4 --max-lora-rank 16 --weight-version v1
 """
 
@@ -326,7 +326,7 @@ def test_a_model_without_configuration_is_refused(refused: Callable[..., str]) -
 
 
 def test_preemption_is_refused(refused: Callable[..., str]) -> None:
-    assert "needs --disable-priority-preemption" in refused("--enable-priority-scheduling")
+    assert "in the order of arrival" in refused("--enable-priority-scheduling")
 
 
 def test_adapters_that_would_be_swapped_are_refused(refused: Callable[..., str]) -> None:
