@@ -66,5 +66,9 @@ install "${tools[@]}"
 say 'installing this package'
 install --no-deps -e .
 
+say 'making the CPU platform the default of this environment'
+site=$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+printf 'import os; os.environ.setdefault("SGLANG_PLATFORM", "wavepp-cpu")\n' >"$site/wavepp-cpu.pth"
+
 printf '%s\n' "$wanted" >$stamp
 say "done: $venv/bin/wavepp"

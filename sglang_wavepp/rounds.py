@@ -165,7 +165,7 @@ class LeaderPlane(_Plane):
                         f"stage {', '.join(map(str, missing))} did not come to the handshake in time; "
                         "does every stage load the same WavePP?"
                     )
-                poller.poll(min(left, 0.5) * 1000)
+                poller.poll(int(min(left, 0.5) * 1000))
                 connected.update(rank for rank, _ in self._receive(self.bulk))
                 for rank, message in self.receive():
                     if isinstance(message, Hello):
@@ -226,7 +226,7 @@ class MemberPlane(_Plane):
         self.bulk.send(encode(mine))
         self.send(mine)
         while (left := deadline - time.monotonic()) > 0:
-            if self.control.poll(min(left, 0.5) * 1000):
+            if self.control.poll(int(min(left, 0.5) * 1000)):
                 for message, _ in self.receive():
                     if isinstance(message, Welcome):
                         return message

@@ -98,7 +98,7 @@ class Wave:
                     poller.register(source, zmq.POLLIN)
                 self._register(poller)
                 while not self._stop:
-                    ready = poller.poll(_TICK_S * 1000)
+                    ready = poller.poll(int(_TICK_S * 1000))
                     self._check_peers(ready, poller)
                     self.mail.drain()
                     self._turn()

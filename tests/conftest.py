@@ -14,7 +14,7 @@ from sglang_wavepp.launch.models import make_model
 from sglang_wavepp.launch.server import Server
 
 POOL = 10_000
-"""KV tokens of a stage."""
+"""KV tokens of a stage: fewer than the context, so that a prompt can be too long for either."""
 BUDGET = 256
 """Tokens of a prefill wave: most prompts need several."""
 
@@ -23,7 +23,7 @@ BUDGET = 256
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama in float32."""
     path = tmp_path_factory.mktemp("models") / "llama"
-    make_model(path, arch="llama", layers=8, hidden=64, context=8192, seed=1)
+    make_model(path, arch="llama", layers=8, hidden=64, context=16384, seed=1)
     return path
 
 
@@ -32,7 +32,7 @@ def start(model: Path, log: Path, *, flags: tuple[str, ...] = (), **options: obj
     return Server(
         model,
         max_total_tokens=POOL,
-        context_length=8192,
+        context_length=16384,
         chunked_prefill_size=BUDGET,
         log_path=log,
         flags=("--enable-cache-report", "--enable-custom-logit-processor", *flags),

@@ -84,6 +84,15 @@ def test_the_server_help_has_a_group_with_all_flags() -> None:
     assert "(default: 512)" in group
 
 
+def test_the_server_help_needs_nothing_set() -> None:
+    """In the environment that `make` sets up, and in one with a GPU, the command works as it stands."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
+    command = [sys.executable, "-m", "sglang.launch_server", "--help"]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert "--wavepp-decode-reserve" in ran.stdout
+
+
 def test_wavepp_alone_means_all_defaults() -> None:
     assert config_of(parse("--wavepp")) == WavePPConfig()
 

@@ -175,7 +175,8 @@ def test_custom_logit_processor(stock: Server, wave2: Server) -> None:
 
 ERRORS: dict[str, dict[str, Any]] = {
     "empty prompt": {"input_ids": [], "sampling_params": _greedy()},
-    "over the context": {"input_ids": [400] * 9000, "sampling_params": _greedy()},
+    "over the pool": {"input_ids": [400] * 12_000, "sampling_params": _greedy()},
+    "over the context": {"input_ids": [400] * 17_000, "sampling_params": _greedy()},
     "bad temperature": {"text": PROMPT, "sampling_params": {"temperature": -1}},
     "bad top_p": {"text": PROMPT, "sampling_params": {"top_p": 3}},
     "negative length": {"text": PROMPT, "sampling_params": {"max_new_tokens": -5}},
