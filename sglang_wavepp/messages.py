@@ -164,7 +164,7 @@ class Grown(Message, frozen=True):
 
 
 class Nack(Message, frozen=True):
-    """The frame belonged to an epoch that is over on this stage."""
+    """The frame belongs to another epoch than the one this stage is in."""
 
     epoch: int
     round: int
