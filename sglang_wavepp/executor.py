@@ -57,6 +57,8 @@ class _Wave:
     batch: ScheduleBatch
     unfinished: list[Any]
     """Requests whose prompt it does not complete."""
+    computed: list[tuple[int, int]]
+    """Prompt tokens that its requests have computed with it: (seq, tokens)."""
     proxy: PPProxyTensors | None = None
     """Its input activations: kept until the outputs came, since the device reads them from another stream."""
 
@@ -156,7 +158,7 @@ class Executor:
             num_running_reqs=QueueCount.from_reqs(self._view.reqs, s.enable_priority_scheduling),
             num_new_seqs=len(reqs),
         )
-        self._waves[d.wave] = _Wave(batch, unfinished)
+        self._waves[d.wave] = _Wave(batch, unfinished, [(span.seq, span.end) for span in d.spans])
         return batch
 
     def prepare_decode(self, d: Decode) -> ScheduleBatch:
@@ -177,7 +179,7 @@ class Executor:
         for req, seq in zip(batch.reqs, d.seqs, strict=True):
             self._member.ledger.take(seq, req.kv.kv_allocated_len + 1)
         batch.prepare_for_decode()
-        self._waves[d.wave] = _Wave(batch, [])
+        self._waves[d.wave] = _Wave(batch, [], [])
         return batch
 
     def receive(self, wave: int) -> PPProxyTensors | None:
@@ -213,6 +215,10 @@ class Executor:
         """Publish the KV of prompts that go on in a later wave, so that their next span continues from it."""
         for req in self._waves[wave].unfinished:
             checkpoint_kv_cache(req, self._s.tree_cache)
+
+    def computed(self, wave: int) -> list[tuple[int, int]]:
+        """How much of their prompts the requests of a prefill wave have computed with it: (seq, tokens)."""
+        return self._waves[wave].computed
 
     # --- outputs -----------------------------------------------------------------------------
 

@@ -8,14 +8,15 @@ One hold round is in flight at a time. Members grant its items in order, and aft
 behind it in the queue is given back: grants do not cross, and first come is first served. A boundary only
 shrinks within one admission, so an admission ends after at most as many hold rounds as it has distinct
 boundaries. A hint is asked for again if waves were finished since it was given: waiting requests profit
-from what earlier ones inserted meanwhile.
+from what earlier ones inserted meanwhile. And a request whose next prompt block a committed request is just
+computing waits for it instead of computing it again; those behind it go on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang_wavepp.errors import ProtocolError
@@ -48,6 +49,8 @@ class Limits:
     page: int
     reserve: int
     """KV room promised beyond the prompt at admission, and at each growth."""
+    block: int
+    """Tokens of a block of the chained prompt hashes."""
     ahead: int
     """Committed prompt tokens that no wave was planned for yet, beyond which admission waits."""
     round_bound: float
@@ -70,13 +73,15 @@ class Admission:
     remaining: int
     """Output tokens that it may still produce."""
     arrived: float
+    chain: Sequence[int] = ()
+    """Chained hashes of the prompt's full blocks."""
     state: State = State.OFFERED
     candidate: int = 0
     until: int = 0
     hints: dict[int, int] = dataclasses.field(default_factory=dict)
     hinted_at: int = -1
-    asked_again: bool = False
-    """Its hint was refreshed for this attempt: use it, however many waves finish meanwhile."""
+    asked: int = 0
+    """How often its hint was refreshed for this attempt; after `MAX_ASKED` times it is used as it is."""
     rounds: int = 0
     retracted: bool = False
 
@@ -136,6 +141,8 @@ class Leader:
 
     MAX_ROUND = 32
     """Items in one hold round: bounds how long the guard is taken in one go on a member."""
+    MAX_ASKED = 4
+    """Times that a hint is refreshed because waves have finished: bounds the rounds of an admission."""
 
     def __init__(self, limits: Limits, now: Callable[[], float]) -> None:
         self.limits = limits
@@ -158,6 +165,12 @@ class Leader:
         """Room became free since the open round began: a refusal in it may be outdated."""
         self._barrier = False
         self._holds_nothing = False
+        self._chains: dict[int, Sequence[int]] = {}
+        """Prompt hashes of every request that is known."""
+        self._computing: dict[int, int] = {}
+        """seq -> first prompt block that the committed request has not computed on every stage."""
+        self._position = 0
+        """Log position of the latest output."""
         self._unplanned: dict[int, int] = {}
         """Prompt tokens of committed requests that no wave was planned for yet."""
         self._finished_waves = 0
@@ -176,14 +189,16 @@ class Leader:
 
     # --- inputs ------------------------------------------------------------------------------
 
-    def arrive(self, seq: int, length: int, remaining: int) -> None:
-        """A request came in and was offered to every stage."""
-        self._new[seq] = Admission(seq, length, remaining, self._now())
+    def arrive(self, seq: int, length: int, remaining: int, chain: Sequence[int] = ()) -> None:
+        """A request came in and was offered to every stage. `chain`: hashes of its full prompt blocks."""
+        self._chains[seq] = chain
+        self._new[seq] = Admission(seq, length, remaining, self._now(), chain)
 
     def retracted(self, seq: int, length: int, remaining: int) -> None:
         """A committed request gave its KV back: it returns to the head of the queue."""
         self._leave(seq)
-        again = Admission(seq, length, remaining, self._now(), State.HINTED, retracted=True)
+        chain = self._chains.get(seq, ())
+        again = Admission(seq, length, remaining, self._now(), chain, State.HINTED, retracted=True)
         place = sum(a.retracted for a in self._queue)
         self._queue.insert(place, again)
         self._unblock()
@@ -192,6 +207,7 @@ class Leader:
         """Committed requests ended."""
         for seq in seqs:
             self._leave(seq)
+            self._chains.pop(seq, None)
         self._unblock()
 
     def planned(self, spans: Iterable[tuple[int, int]]) -> None:
@@ -200,9 +216,16 @@ class Leader:
             if seq in self._unplanned:
                 self._unplanned[seq] -= tokens
 
-    def wave_finished(self) -> None:
-        """Some wave's output was applied: earlier hints may be too short now."""
+    def wave_finished(self, position: int, computed: Iterable[tuple[int, int]] = ()) -> None:
+        """A wave's output is in the log before `position`: earlier hints may be too short now.
+
+        `computed` says how much of their prompts the wave's requests have computed: (seq, tokens).
+        """
         self._finished_waves += 1
+        self._position = position
+        for seq, tokens in computed:
+            if seq in self._computing:
+                self._computing[seq] = max(self._computing[seq], tokens // self.limits.block)
 
     def want_growth(self, seq: int, until: int) -> None:
         """A running request needs room up to KV length `until`. Goes before new admissions."""
@@ -217,6 +240,7 @@ class Leader:
             if found is None:
                 return False
             self._queue.remove(found)
+        self._chains.pop(seq, None)
         self._send(Forget([seq]))
         self._unblock()
         return True
@@ -235,7 +259,7 @@ class Leader:
             raise ProtocolError("the tree was reset while requests were held or running")
         self.epoch += 1
         for admission in self._queue:
-            admission.state, admission.asked_again, admission.hinted_at = State.HINTED, False, -1
+            admission.state, admission.asked, admission.hinted_at = State.HINTED, 0, -1
 
     def on_message(self, rank: int, message: Message) -> None:
         """One answer of a member. Stale answers are dropped."""
@@ -281,6 +305,7 @@ class Leader:
             a = self._queue.pop(0)
             self._running[a.seq] = a.until
             self._unplanned[a.seq] = a.length - a.candidate
+            self._computing[a.seq] = a.candidate // self.limits.block
             waited = self._now() - a.arrived
             self.events.append(
                 Committed(a.seq, self._order, a.candidate, a.length, a.until, a.rounds, waited)
@@ -296,11 +321,18 @@ class Leader:
                 break
             if a is self._blocked or a.state is State.OFFERED:
                 break
+            if a.state is State.HINTED and not a.until and self._is_computed_now(a):
+                a.asked = 0
+                continue
             room -= 1
             ahead -= a.length - a.candidate
             if a.state is State.HINTED:
                 items.append(a)
-        stale = [a for a in items if a.hinted_at != self._finished_waves and not (a.until or a.asked_again)]
+        stale = [
+            a
+            for a in items
+            if a.hinted_at != self._finished_waves and not a.until and a.asked < self.MAX_ASKED
+        ]
         if stale:
             self._ask_again(stale)
         elif items:
@@ -315,10 +347,21 @@ class Leader:
     def _ask_again(self, stale: list[Admission]) -> None:
         for a in stale:
             a.hints.clear()
-            a.state, a.asked_again = State.OFFERED, True
+            a.state = State.OFFERED
+            a.asked += 1
             a.hinted_at = self._finished_waves
             a.rounds += 1
-        self._send(HintQuery(self.epoch, [a.seq for a in stale]))
+        self._send(HintQuery(self.epoch, self._position, [a.seq for a in stale]))
+
+    def _is_computed_now(self, a: Admission) -> bool:
+        """Is a committed request computing prompt blocks that `a` would have to compute, too?"""
+        mine = a.candidate // self.limits.block
+        for seq, block in self._computing.items():
+            chain = self._chains[seq]
+            # Equal hashes at a block mean equal prompts up to there: the chain covers all that is before.
+            if mine <= block < min(len(chain), len(a.chain)) and chain[block] == a.chain[block]:
+                return True
+        return False
 
     def _until(self, length: int, remaining: int) -> int:
         most = self.limits.pool - self.limits.page
@@ -406,7 +449,7 @@ class Leader:
         """Release what is held for these waiting requests. False if nothing is."""
         given = [a for a in queue if a.until]
         for a in given:
-            a.state, a.until, a.asked_again = State.HINTED, 0, False
+            a.state, a.until, a.asked = State.HINTED, 0, 0
         if given:
             self._send(Release(self.epoch, [a.seq for a in given]))
         return bool(given)
@@ -435,7 +478,7 @@ class Leader:
                 self.events.append(refusal)
 
     def _leave(self, seq: int) -> None:
-        for table in (self._running, self._growth, self._unplanned):
+        for table in (self._running, self._growth, self._unplanned, self._computing):
             table.pop(seq, None)
 
     def _unblock(self) -> None:

@@ -186,6 +186,8 @@ class MemberLoop(StageLoop):
                 freed = self.stage.member.freed()
             if freed:
                 self.stage.wave.send(self.stage.member.capacity())
+        with self.stage.guard:
+            self.stage.member.applied(self.log.position)
 
     def _control(self, d: Control) -> None:
         position = self.log.position - 1
@@ -233,6 +235,7 @@ class LeaderLoop(StageLoop):
         self.progress.at(f"applying the outputs of wave {done.wave}")
         self.stage.stats.wave(done.elapsed_us)
         group = self.sequencer.join_group(done.wave)
+        computed = self.executor.computed(done.wave)
         with self.stage.guard:
             finished = self.executor.output(done.wave, group, done.tokens, done.extra)
             freed = self.stage.member.freed()
@@ -240,7 +243,7 @@ class LeaderLoop(StageLoop):
             self._aborts.pop(seq, None)
         self._publish(Output(done.wave, group, done.tokens, finished, done.extra))
         self.sequencer.output(done.wave, group, finished)
-        self.stage.wave.waves_finished(finished, freed)
+        self.stage.wave.wave_finished(self.log.position, computed, finished, freed)
 
     def abort(self, seq: int, reason: dict[str, Any] | None) -> None:
         """A client aborted a committed request: it leaves when none of its waves is in flight."""
@@ -310,6 +313,8 @@ class LeaderLoop(StageLoop):
 
     def _publish(self, d: Decision) -> None:
         self.stage.wave.publish(self.log.position, self.log.append(d))
+        with self.stage.guard:
+            self.stage.member.applied(self.log.position)
 
     def _drop(self, d: Drop) -> None:
         with self.stage.guard:
@@ -329,7 +334,7 @@ class LeaderLoop(StageLoop):
         if d.retract:
             self.stage.wave.retracted(list(zip(d.seqs, reqs, strict=True)), freed)
         else:
-            self.stage.wave.waves_finished(d.seqs, freed)
+            self.stage.wave.wave_finished(self.log.position, [], d.seqs, freed)
 
     # --- control requests --------------------------------------------------------------------
 

@@ -77,6 +77,10 @@ class Member:
         self.leases = LeaseTable(tree)
         self._offered: dict[int, Any] = {}
         self._committed: dict[int, Any] = {}
+        self._applied = 0
+        """Log entries that this stage's loop has applied."""
+        self._queries: list[HintQuery] = []
+        """Questions for hints that wait until the loop has come to their log position."""
         self._asked_early: set[int] = set()
         """Committed requests that the leader already asks a hint for: this loop has yet to retract them."""
         self._forgotten_early: set[int] = set()
@@ -106,7 +110,12 @@ class Member:
             # The leader sends nothing of a new epoch before every stage has acknowledged the reset.
             self._send(Nack(self.epoch, getattr(message, "round", 0)))
         elif isinstance(message, HintQuery):
-            self._hint(message.seqs)
+            with self._guard():
+                late = message.position > self._applied
+                if late:
+                    self._queries.append(message)
+            if not late:
+                self._hint(message.seqs)
         elif isinstance(message, Hold):
             self._hold(message)
         elif isinstance(message, Release):
@@ -215,6 +224,15 @@ class Member:
         if seq in self._asked_early:
             self._asked_early.discard(seq)
             self._hint([seq])
+
+    def applied(self, position: int) -> None:
+        """The loop has applied the log up to `position`: answer the questions that waited for it."""
+        self._applied = position
+        due = [q for q in self._queries if q.position <= position]
+        if due:
+            self._queries = [q for q in self._queries if q.position > position]
+            for query in due:
+                self._hint(query.seqs)
 
     def freed(self) -> bool:
         """Room may have become free. True if the leader should be told, since it was refused before."""

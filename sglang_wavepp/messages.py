@@ -61,9 +61,14 @@ class Offer(Message, frozen=True):
 
 
 class HintQuery(Message, frozen=True):
-    """Ask again for the reusable prefix of requests that were offered before."""
+    """Ask again for the reusable prefix of requests that were offered before.
+
+    A stage answers once it has applied the log up to `position`, so that the answer counts what the waves
+    up to there have inserted.
+    """
 
     epoch: int
+    position: int
     seqs: list[int]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -128,6 +129,7 @@ class Stage:
                 running=min(agreed["running"], agreed["rows"]),
                 page=s.page_size,
                 reserve=config.decode_reserve,
+                block=math.lcm(config.block_size, s.page_size),
                 ahead=2 * budget,
                 round_bound=_ROUND_BOUND_S,
             ),

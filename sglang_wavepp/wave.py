@@ -9,10 +9,11 @@ says otherwise.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -46,6 +47,7 @@ from sglang_wavepp.codec import (
     encode_request,
 )
 from sglang_wavepp.errors import ProtocolError, WavePPError
+from sglang_wavepp.hint_index import chain, seed_of
 from sglang_wavepp.leader import Committed, Event, GrowthGranted, Leader, Rejected
 from sglang_wavepp.messages import (
     Beat,
@@ -276,6 +278,8 @@ class LeaderWave(Wave):
         self._requests: dict[int, RequestPrefix] = {}
         """Every request from its offer to its end."""
         self._next_seq = 0
+        self._seed = secrets.randbits(64)
+        """Of the prompt hashes: nobody outside can make two prompts collide."""
         self._controls: deque[tuple[Any, float]] = deque()
         self._control_running = False
         self._acks: dict[int, dict[int, ControlDone]] = {}
@@ -298,12 +302,15 @@ class LeaderWave(Wave):
         for seq, until in items:
             self.mail.post(partial(self.leader.want_growth, seq, until))
 
-    def waves_finished(self, ended: Iterable[int], freed: bool) -> None:
+    def wave_finished(
+        self, position: int, computed: list[tuple[int, int]], ended: Iterable[int], freed: bool
+    ) -> None:
         """A wave's outputs were applied (or requests dropped); `ended` requests are over.
 
+        `position` is the log position after it, `computed` what it has computed of prompts: (seq, tokens);
         `freed`: stage 0 had refused somebody room before.
         """
-        self.mail.post(partial(self._finished, list(ended), freed))
+        self.mail.post(partial(self._finished, position, computed, list(ended), freed))
 
     def retracted(self, items: list[tuple[int, Any]], freed: bool) -> None:
         """Requests gave their KV back and wait again: (seq, SGLang request). `freed` as above."""
@@ -402,8 +409,10 @@ class LeaderWave(Wave):
         else:
             loop.post(partial(loop.growth_refused, event.seq, event.hopeless))
 
-    def _finished(self, ended: list[int], freed: bool) -> None:
-        self.leader.wave_finished()
+    def _finished(
+        self, position: int, computed: list[tuple[int, int]], ended: list[int], freed: bool
+    ) -> None:
+        self.leader.wave_finished(position, computed)
         self.leader.finished(ended)
         for seq in ended:
             self._requests.pop(seq, None)
@@ -476,10 +485,14 @@ class LeaderWave(Wave):
                 if req is not None:
                     self._retire(req)
                 return
-        digest = xxhash.xxh3_64_intdigest(payload)
-        self._requests[seq] = RequestPrefix(req, digest)
-        self.leader.arrive(seq, len(req.origin_input_ids), req.sampling_params.max_new_tokens)
-        self._plane.send(None, Offer(self.leader.epoch, seq, digest), payload)
+        prefix = RequestPrefix(req, xxhash.xxh3_64_intdigest(payload))
+        self._requests[seq] = prefix
+        hashes: Sequence[int] = ()
+        if prefix.max_boundary > 0:
+            namespace = seed_of(self._seed, req.extra_key, req.cache_salt)
+            hashes = chain(req.origin_input_ids, self.leader.limits.block, namespace)
+        self.leader.arrive(seq, prefix.length, req.sampling_params.max_new_tokens, hashes)
+        self._plane.send(None, Offer(self.leader.epoch, seq, prefix.digest), payload)
         if ready:
             self._built(seq, req)
 

@@ -7,10 +7,12 @@ generator, so a run is replayed by its seed. What the real loops do on SGLang is
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from contextlib import nullcontext
 from typing import Any
 
+from sglang_wavepp.hint_index import chain
 from sglang_wavepp.leader import Committed, GrowthGranted, Leader, Limits, Rejected
 from sglang_wavepp.log import DecisionLog
 from sglang_wavepp.member import Member
@@ -139,6 +141,9 @@ class SimStage:
         self.live: dict[int, Request] = {}
         self.groups: dict[int, list[int]] = {}
         self.waves: dict[int, list[tuple[int, bool]]] = {}
+        self.computed: dict[int, list[tuple[int, int]]] = {}
+        self.prompt_tokens = 0
+        """Prompt tokens that were computed, not reused."""
         self.inbox: deque[tuple[int, bytes]] = deque()
         self.outputs: dict[int, list[int]] = {}
         """Every request's sampled tokens: must be equal on all stages in the end."""
@@ -156,6 +161,8 @@ class SimStage:
             for span in d.spans:
                 self._span(span)
             self.waves[d.wave] = [(span.seq, span.last) for span in d.spans]
+            self.computed[d.wave] = [(span.seq, span.end) for span in d.spans]
+            self.prompt_tokens += sum(span.end - span.begin for span in d.spans)
         elif isinstance(d, Decode):
             assert self.groups.get(d.group) == d.seqs, "another group than the log says"
             for seq in d.seqs:
@@ -168,6 +175,8 @@ class SimStage:
                 self._drop(seq, d.retract)
         if self.member.freed():
             self._send(self.member.capacity())
+        if self.rank:
+            self.member.applied(self.log.position)
 
     def _span(self, span: Any) -> None:
         request = self.live[span.seq]
@@ -267,6 +276,7 @@ class Cluster:
                 running=rows,
                 page=page,
                 reserve=reserve,
+                block=4 * page,
                 ahead=2 * budget,
                 round_bound=1e9,
             ),
@@ -287,7 +297,8 @@ class Cluster:
 
     def submit(self, seq: int, tokens: tuple[int, ...], max_new: int) -> None:
         self.payloads[seq] = (tokens, min(max_new, self.longest - len(tokens)))
-        self.leader.arrive(seq, len(tokens), self.payloads[seq][1])
+        hashes = chain(array("q", tokens), self.leader.limits.block, 1)
+        self.leader.arrive(seq, len(tokens), self.payloads[seq][1], hashes)
 
     def abort(self, seq: int) -> None:
         self.aborted.add(seq)
@@ -357,6 +368,7 @@ class Cluster:
         stage0 = self.stages[0]
         position, entry = stage0.log.position, stage0.log.append(d)
         self.position_digests[stage0.log.position] = stage0.log.digest
+        stage0.member.applied(stage0.log.position)
         for stage in self.stages[1:]:
             stage.inbox.append((position, entry))
 
@@ -389,7 +401,7 @@ class Cluster:
         stage0.apply(d)
         self._publish(d)
         self.sequencer.output(done.wave, group, finished)
-        self.leader.wave_finished()
+        self.leader.wave_finished(stage0.log.position, stage0.computed.pop(done.wave, []))
         self.leader.finished(finished)
 
     def _loop(self, rank: int) -> None:

@@ -101,6 +101,19 @@ def test_metrics_of_all_stages(wave4: Server) -> None:
     assert "sglang:num_running_reqs{" in metrics
 
 
+def test_a_cold_prefix_that_arrives_many_times_is_computed_once(wave2: Server) -> None:
+    rng = random.Random(8)
+    prefix = rng.choices(VOCABULARY, k=1500)
+    prompts = [prefix + [300 + i] * 10 for i in range(12)]
+    wave2.post("/flush_cache")
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda p: generate(wave2, p, 3), prompts))
+    computed = sum(a.prompt - a.cached for a in answers)
+    block, budget = 64, 256
+    assert computed <= 1500 + 12 * (10 + block) + budget
+    assert [a.output for a in answers] == [generate(wave2, p, 3).output for p in prompts]
+
+
 def test_more_requests_than_room_all_finish(wave2: Server, stock: Server) -> None:
     """Prompts and outputs of together twice the pool: admission waits, decode grows, nothing is lost."""
     rng = random.Random(5)
