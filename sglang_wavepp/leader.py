@@ -82,6 +82,8 @@ class Admission:
     hinted_at: int = -1
     asked: int = 0
     """How often its hint was refreshed for this attempt; after `MAX_ASKED` times it is used as it is."""
+    awaits: bool = False
+    """It waits for prompt blocks that an earlier request computes; those behind it may pass."""
     rounds: int = 0
     retracted: bool = False
 
@@ -299,10 +301,12 @@ class Leader:
             )
 
     def _commit(self) -> None:
-        while self._queue and self._queue[0].state is State.AGREED:
-            if len(self._running) >= self.limits.running:
+        for a in list(self._queue):
+            if a.awaits:
+                continue
+            if a.state is not State.AGREED or len(self._running) >= self.limits.running:
                 return
-            a = self._queue.pop(0)
+            self._queue.remove(a)
             self._running[a.seq] = a.until
             self._unplanned[a.seq] = a.length - a.candidate
             self._computing[a.seq] = a.candidate // self.limits.block
@@ -316,14 +320,17 @@ class Leader:
         room = self.limits.running - len(self._running)
         ahead = self.limits.ahead - sum(self._unplanned.values())
         items: list[Admission] = []
+        computing = [(self._chains[seq], block) for seq, block in self._computing.items()]
         for a in self._queue:
             if room <= 0 or ahead <= 0 or len(items) >= self.MAX_ROUND:
                 break
             if a is self._blocked or a.state is State.OFFERED:
                 break
-            if a.state is State.HINTED and not a.until and self._is_computed_now(a):
+            a.awaits = a.state is State.HINTED and not a.until and self._is_computed(a, computing)
+            if a.awaits:
                 a.asked = 0
                 continue
+            computing.append((a.chain, a.candidate // self.limits.block))
             room -= 1
             ahead -= a.length - a.candidate
             if a.state is State.HINTED:
@@ -353,15 +360,14 @@ class Leader:
             a.rounds += 1
         self._send(HintQuery(self.epoch, self._position, [a.seq for a in stale]))
 
-    def _is_computed_now(self, a: Admission) -> bool:
-        """Is a committed request computing prompt blocks that `a` would have to compute, too?"""
+    def _is_computed(self, a: Admission, computing: Iterable[tuple[Sequence[int], int]]) -> bool:
+        """Do others compute prompt blocks, from `block` on, that `a` would have to compute?"""
         mine = a.candidate // self.limits.block
-        for seq, block in self._computing.items():
-            chain = self._chains[seq]
-            # Equal hashes at a block mean equal prompts up to there: the chain covers all that is before.
-            if mine <= block < min(len(chain), len(a.chain)) and chain[block] == a.chain[block]:
-                return True
-        return False
+        # Equal hashes at a block mean equal prompts up to there: the chain covers all that is before.
+        return any(
+            mine <= block < min(len(chain), len(a.chain)) and chain[block] == a.chain[block]
+            for chain, block in computing
+        )
 
     def _until(self, length: int, remaining: int) -> int:
         most = self.limits.pool - self.limits.page
