@@ -24,7 +24,8 @@ from sglang_wavepp.radix.tree import SGLangTree, WaveRadixCache
 from sglang_wavepp.rounds import LeaderPlane, MemberPlane, find_socket_dir, make_socket_dir
 from sglang_wavepp.sequencer import Sequencer
 from sglang_wavepp.stats import Stats
-from sglang_wavepp.wave import LeaderWave, MemberWave
+from sglang_wavepp.wave import MemberWave
+from sglang_wavepp.wave_leader import LeaderWave
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,381 @@
+"""Stage 0's WAVE thread: SGLang's incoming sockets, the leader's rounds, control requests."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import xxhash
+import zmq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenizedEmbeddingReqInput,
+    BatchTokenizedGenerateReqInput,
+    FlushCacheReqInput,
+    GetInternalStateReq,
+    LoadLoRAAdapterFromTensorsReqInput,
+    LoadLoRAAdapterReqInput,
+    LoadLoRAAdapterReqOutput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+    sock_recv,
+    sock_send,
+)
+from sglang.srt.managers.scheduler import _make_abort_req
+from sglang.srt.managers.utils import is_health_check_generate_req
+
+from sglang_wavepp.codec import (
+    UNSUPPORTED_FIELDS,
+    CannotCarryError,
+    encode_control,
+    encode_request,
+)
+from sglang_wavepp.errors import ProtocolError
+from sglang_wavepp.hint_index import chain, seed_of
+from sglang_wavepp.leader import Committed, Event, GrowthGranted, Leader, Rejected
+from sglang_wavepp.messages import (
+    Beat,
+    ControlDone,
+    Log,
+    Message,
+    Offer,
+    WaveDone,
+)
+from sglang_wavepp.radix.tree import RequestPrefix
+from sglang_wavepp.rounds import BULK_AT_A_TIME, LeaderPlane
+from sglang_wavepp.wave import Wave
+
+logger = logging.getLogger(__name__)
+
+
+class LeaderWave(Wave):
+    """Stage 0."""
+
+    _plane: LeaderPlane
+
+    def __init__(self, stage: Any, plane: LeaderPlane, peers: dict[int, int], leader: Leader) -> None:
+        super().__init__(stage, plane, peers)
+        self.leader = leader
+        self.answers: deque[Message] = deque()
+        """What stage 0's own member says to the leader."""
+        self._requests: dict[int, RequestPrefix] = {}
+        """Every request from its offer to its end."""
+        self._next_seq = 0
+        self._seed = secrets.randbits(64)
+        """Of the prompt hashes: nobody outside can make two prompts collide."""
+        self._controls: deque[tuple[Any, float]] = deque()
+        self._control_running = False
+        self._acks: dict[int, dict[int, ControlDone]] = {}
+        channels = stage.scheduler.ipc_channels
+        self._sockets = [s for s in (channels.recv_from_tokenizer, channels.recv_from_rpc) if s is not None]
+        self._rpc = channels.recv_from_rpc
+
+    # --- called by the loop ------------------------------------------------------------------
+
+    def publish(self, position: int, entry: bytes) -> None:
+        """Send a log entry to every member."""
+        self.mail.post(partial(self._plane.send, None, Log(position, [entry])))
+
+    def planned(self, spans: list[tuple[int, int]]) -> None:
+        """A wave was planned for prompt tokens of committed requests: (seq, tokens)."""
+        self.mail.post(partial(self.leader.planned, spans))
+
+    def want_growth(self, items: list[tuple[int, int]]) -> None:
+        """Running requests need more room: (seq, KV length)."""
+        for seq, until in items:
+            self.mail.post(partial(self.leader.want_growth, seq, until))
+
+    def wave_finished(
+        self, position: int, computed: list[tuple[int, int]], ended: Iterable[int], freed: bool
+    ) -> None:
+        """A wave's outputs were applied (or requests dropped); `ended` requests are over.
+
+        `position` is the log position after it, `computed` what it has computed of prompts: (seq, tokens);
+        `freed`: stage 0 had refused somebody room before.
+        """
+        self.mail.post(partial(self._finished, position, computed, list(ended), freed))
+
+    def retracted(self, items: list[tuple[int, Any]], freed: bool) -> None:
+        """Requests gave their KV back and wait again: (seq, SGLang request). `freed` as above."""
+        self.mail.post(partial(self._retracted, items, freed))
+
+    def abort_waiting(self, seq: int, reason: Any) -> None:
+        """A client aborted a request that the loop does not run (any more)."""
+        self.mail.post(partial(self._abort_one, seq, reason))
+
+    def control_logged(self, position: int) -> None:
+        """A control decision was logged and applied by stage 0."""
+        self.mail.post(partial(self._control_logged, position))
+
+    def control_over(self) -> None:
+        """The client of a control request has its answer."""
+        self.mail.post(self._control_over)
+
+    def answer_rpc(self, output: Any) -> None:
+        """Answer on the RPC socket, which this thread owns."""
+        self.mail.post(partial(sock_send, self._rpc, output))
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _register(self, poller: zmq.Poller) -> None:
+        for socket in self._sockets:
+            poller.register(socket, zmq.POLLIN)
+
+    def _beat(self) -> None:
+        self._plane.send(None, Beat(self.stage.loop.log.position, self.stage.loop.progress.doing))
+
+    def _check_limits(self) -> None:
+        self.leader.check()
+        with self.guarded():
+            timeouts = self.stage.scheduler._poll_timeout_aborts()
+        for request in timeouts:
+            self._abort(request)
+
+    def _turn(self) -> None:
+        for rank, message in self._plane.receive():
+            self._on_member(rank, message)
+        for socket in self._sockets:
+            for _ in range(BULK_AT_A_TIME):
+                try:
+                    request = sock_recv(socket, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._on_request(request)
+        self._compiled()
+        self._settle()
+        self._start_control()
+
+    def _settle(self) -> None:
+        """Run the state machines until they are quiet."""
+        while True:
+            self.leader.step()
+            while self.answers:
+                self.leader.on_message(0, self.answers.popleft())
+            if not self.leader.outbox and not self.leader.events:
+                return
+            outbox, self.leader.outbox = self.leader.outbox, []
+            events, self.leader.events = self.leader.events, []
+            for event in events:
+                self._on_event(event)
+            for rank, message in outbox:
+                if rank != 0:
+                    self._plane.send(rank, message)
+                if rank in (None, 0):
+                    self.stage.member.on_message(message)
+
+    def _on_member(self, rank: int, message: Message) -> None:
+        said = (
+            f"{message.doing or 'idle'} at log entry {message.applied}" if isinstance(message, Beat) else None
+        )
+        self._saw(rank, said)
+        if isinstance(message, WaveDone):
+            self.stage.loop.post(partial(self.stage.loop.wave_done, message))
+        elif isinstance(message, ControlDone):
+            self._control_acked(rank, message)
+        elif not isinstance(message, Beat):
+            self.leader.on_message(rank, message)
+
+    def _on_event(self, event: Event) -> None:
+        loop = self.stage.loop
+        if isinstance(event, Committed):
+            loop.post(partial(loop.commit, event, self._requests[event.seq].digest))
+        elif isinstance(event, Rejected):
+            self.stage.stats.rejected += 1
+            known = self._requests.pop(event.seq, None)
+            if known is not None:
+                with self.guarded():
+                    self.stage.intake.cancel(event.seq)
+                    known.req.set_finish_with_abort(event.reason)
+                    self._retire(known.req)
+        elif isinstance(event, GrowthGranted):
+            loop.post(partial(loop.grown, event.items))
+        else:
+            loop.post(partial(loop.growth_refused, event.seq, event.hopeless))
+
+    def _finished(
+        self, position: int, computed: list[tuple[int, int]], ended: list[int], freed: bool
+    ) -> None:
+        self.leader.wave_finished(position, computed)
+        self.leader.finished(ended)
+        for seq in ended:
+            self._requests.pop(seq, None)
+        if freed:
+            self.leader.on_message(0, self.stage.member.capacity())
+
+    def _retracted(self, items: list[tuple[int, Any]], freed: bool) -> None:
+        for seq, req in items:
+            length = len(req.origin_input_ids) + len(req.output_ids)
+            self.leader.retracted(seq, length, req.sampling_params.max_new_tokens - len(req.output_ids))
+        if freed:
+            self.leader.on_message(0, self.stage.member.capacity())
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def _on_request(self, request: Any) -> None:
+        if isinstance(request, TokenizedGenerateReqInput):
+            self._admit(request)
+        elif isinstance(request, BatchTokenizedGenerateReqInput):
+            for each in request.batch:
+                self._admit(each)
+        elif isinstance(request, AbortReq):
+            self._abort(request)
+        elif isinstance(request, TokenizedEmbeddingReqInput | BatchTokenizedEmbeddingReqInput):
+            logger.error("WavePP serves generation only: an embedding request was dropped")
+        elif isinstance(request, GetInternalStateReq):
+            self.stage.loop.post(partial(self.stage.loop.local, request))
+        elif isinstance(request, LoadLoRAAdapterReqInput | LoadLoRAAdapterFromTensorsReqInput):
+            refusal = "WavePP does not load LoRA adapters at run time yet; name them with --lora-paths"
+            self._answer(request, LoadLoRAAdapterReqOutput(success=False, error_message=refusal))
+        else:
+            self._control(request)
+
+    def _control(self, request: Any) -> None:
+        try:
+            encode_control(request)
+        except CannotCarryError as error:
+            logger.error("%s", error)
+        else:
+            self._controls.append((request, time.monotonic()))
+
+    def _answer(self, request: Any, output: Any) -> None:
+        with self.guarded():
+            self.stage.scheduler.send_control_output(output, request)
+
+    def _admit(self, request: TokenizedGenerateReqInput) -> None:
+        request.unwrap_pickle_fields()
+        scheduler = self.stage.scheduler
+        if is_health_check_generate_req(request) and not self.leader.idle:
+            # Running requests carry the answer, as in stock SGLang: no progress, no answer.
+            with self.guarded():
+                scheduler.return_health_check_ipcs.append(request.http_worker_ipc)
+            return
+        seq = self._next_seq
+        self._next_seq += 1
+        refusal = ""
+        try:
+            payload = encode_request(request)
+        except CannotCarryError as error:
+            refusal = str(error)
+            for field in UNSUPPORTED_FIELDS:
+                setattr(request, field, None)
+            request.sampling_params.beam_width = None
+        with self.guarded():
+            req, ready = self.stage.intake.build(seq, request)
+            if req is not None and refusal:
+                self.stage.intake.cancel(seq)
+                req.set_finish_with_abort(refusal)
+            if req is None or req.to_finish is not None:
+                if req is not None:
+                    self._retire(req)
+                return
+        prefix = RequestPrefix(req, xxhash.xxh3_64_intdigest(payload))
+        self._requests[seq] = prefix
+        hashes: Sequence[int] = ()
+        if prefix.max_boundary > 0:
+            namespace = seed_of(self._seed, req.extra_key, req.cache_salt)
+            hashes = chain(req.origin_input_ids, self.leader.limits.block, namespace)
+        self.leader.arrive(seq, prefix.length, req.sampling_params.max_new_tokens, hashes)
+        self._plane.send(None, Offer(self.leader.epoch, seq, prefix.digest), payload)
+        if ready:
+            self._built(seq, req)
+
+    def _built(self, seq: int, req: Any | None) -> None:
+        if req is not None and req.to_finish is None:
+            self.stage.member.offered(seq, self._requests[seq])
+            return
+        self.leader.cancel(seq)
+        self._requests.pop(seq, None)
+        if req is not None:
+            with self.guarded():
+                self._retire(req)
+
+    def _retire(self, req: Any) -> None:
+        """Answer the client of a request that failed before admission. Under the guard."""
+        self._leave_queue(req)
+        self.stage.scheduler.retire_unadmitted_request(req)
+
+    def _leave_queue(self, req: Any) -> None:
+        queue = self.stage.scheduler.waiting_queue
+        if req in queue:
+            queue.remove(req)
+
+    def _abort(self, request: AbortReq) -> None:
+        for seq, known in list(self._requests.items()):
+            if request.abort_all or known.req.rid.startswith(request.rid):
+                self._abort_one(seq, request.finished_reason)
+
+    def _abort_one(self, seq: int, reason: Any) -> None:
+        known = self._requests.get(seq)
+        if known is None:
+            return
+        if not self.leader.cancel(seq):
+            self.stage.loop.post(partial(self.stage.loop.abort, seq, reason))
+            return
+        del self._requests[seq]
+        scheduler, req = self.stage.scheduler, known.req
+        with self.guarded():
+            self.stage.intake.cancel(seq)
+            self._leave_queue(req)
+            scheduler._release_aborted_request(req)
+            scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
+
+    # --- control requests --------------------------------------------------------------------
+
+    def _start_control(self) -> None:
+        """Hand the next control request to the loop. Admission stands still from here until it is over.
+
+        A flush that may wait for idleness is passed over until then, or until its time is up.
+        """
+        if self._control_running:
+            return
+        paused = self.stage.scheduler._engine_paused
+        idle = self.leader.idle or (paused and self.leader.settled)
+        now = time.monotonic()
+        for request, since in self._controls:
+            wait = (request.timeout_s or 0.0) if isinstance(request, FlushCacheReqInput) else 0.0
+            if idle or now - since >= wait:
+                break
+        else:
+            return
+        self._controls.remove((request, since))
+        if wait:
+            request.timeout_s = 0.0  # the waiting is over: the stages answer at once
+        self.leader.barrier(True)
+        self._control_running = True
+        self.stage.loop.post(partial(self.stage.loop.control, request, idle))
+
+    def _control_logged(self, position: int) -> None:
+        # Members may be faster: their answers count once stage 0 itself has applied the decision.
+        self._acks.setdefault(position, {})[0] = ControlDone(position, self.stage.member.epoch, "")
+        self._check_acks(position)
+
+    def _control_acked(self, rank: int, done: ControlDone) -> None:
+        self._acks.setdefault(done.position, {})[rank] = done
+        self._check_acks(done.position)
+
+    def _check_acks(self, position: int) -> None:
+        acks = self._acks[position]
+        if len(acks) < self.stage.stages:
+            return
+        del self._acks[position]
+        for rank, done in acks.items():
+            if done.epoch != acks[0].epoch:
+                raise ProtocolError(
+                    f"stage {rank} is in epoch {done.epoch} after log entry {position}, "
+                    f"stage 0 in {acks[0].epoch}"
+                )
+        errors = [f"stage {rank}: {done.error}" for rank, done in sorted(acks.items()) if done.error]
+        self.stage.loop.post(partial(self.stage.loop.control_done, position, errors))
+
+    def _control_over(self) -> None:
+        while self.leader.epoch < self.stage.member.epoch:
+            self.leader.new_epoch()
+        # A paused server admits nobody, and the waiting hold nothing: weights may change under them.
+        paused = self.stage.scheduler._engine_paused
+        self.leader.barrier(paused, give_back=paused)
+        self._control_running = False
