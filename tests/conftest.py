@@ -1,7 +1,8 @@
-"""Servers that the end-to-end tests share: each takes half a minute to start."""
+"""What tests share: servers, since each takes half a minute to start, and SGLang in this process."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,29 @@ POOL = 10_000
 """KV tokens of a stage: fewer than the context, so that a prompt can be too long for either."""
 BUDGET = 256
 """Tokens of a prefill wave: most prompts need several."""
+
+
+@pytest.fixture(scope="module")
+def sglang_with_plugins() -> Iterator[None]:
+    """SGLang on the CPU platform, with this plugin loaded. It changes the environment: undo that."""
+    before = dict(os.environ)
+    os.environ["SGLANG_PLATFORM"] = "wavepp-cpu"
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def own_log_handlers() -> Iterator[None]:
+    """SGLang's parser replaces the root handlers by one on the stderr of this test."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

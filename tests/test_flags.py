@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import os
 import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,8 @@ from sglang_wavepp.config import WavePPConfig, config_of
 from sglang_wavepp.errors import ConfigError, HandshakeError
 from sglang_wavepp.launch import cli, flags, plugin
 from sglang_wavepp.launch.flags import OPTIONS, engine_args, flag_of
+
+pytestmark = pytest.mark.usefixtures("sglang_with_plugins", "own_log_handlers")
 
 MODEL = ["--model-path", "nowhere", "--pp-size", "2"]
 OTHER: dict[str, Any] = {
@@ -34,29 +34,6 @@ OTHER: dict[str, Any] = {
     "socket_dir": "/tmp",
 }
 """A value for each option that is not its default."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sglang_with_plugins() -> Iterator[None]:
-    """SGLang on the CPU platform, with this plugin loaded. It changes the environment: undo that."""
-    before = dict(os.environ)
-    os.environ["SGLANG_PLATFORM"] = "wavepp-cpu"
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
-def own_log_handlers() -> Iterator[None]:
-    """SGLang's parser replaces the root handlers by one on the stderr of this test."""
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
 
 
 def parse(*argv: str) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,7 @@ from sglang_wavepp.launch.flags import engine_args
 from sglang_wavepp.launch.models import make_model
 from sglang_wavepp.launch.refusals import ALLOWED, FILLED_IN, REASONS, UNTESTED, VALUES, flag_of, reason_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def sglang_with_plugins() -> Iterator[None]:
-    """SGLang on the CPU platform, with this plugin loaded. It changes the environment: undo that."""
-    before = dict(os.environ)
-    os.environ["SGLANG_PLATFORM"] = "wavepp-cpu"
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
-def own_log_handlers() -> Iterator[None]:
-    """SGLang's parser replaces the root handlers by one on the stderr of this test."""
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("sglang_with_plugins", "own_log_handlers")
 
 
 @pytest.fixture(scope="module")
