@@ -81,7 +81,9 @@ class Admission:
     hints: dict[int, int] = dataclasses.field(default_factory=dict)
     hinted_at: int = -1
     asked: int = 0
-    """How often its hint was refreshed for this attempt; after `MAX_ASKED` times it is used as it is."""
+    """How often its hint was refreshed for this attempt."""
+    shares: bool = False
+    """It has waited for another's prompt blocks: its hint may be refreshed several times."""
     awaits: bool = False
     """It waits for prompt blocks that an earlier request computes; those behind it may pass."""
     rounds: int = 0
@@ -144,7 +146,7 @@ class Leader:
     MAX_ROUND = 32
     """Items in one hold round: bounds how long the guard is taken in one go on a member."""
     MAX_ASKED = 4
-    """Times that a hint is refreshed because waves have finished: bounds the rounds of an admission."""
+    """How often the hint of a request that waits for another's blocks is refreshed, at most."""
 
     def __init__(self, limits: Limits, now: Callable[[], float]) -> None:
         self.limits = limits
@@ -328,7 +330,7 @@ class Leader:
                 break
             a.awaits = a.state is State.HINTED and not a.until and self._is_computed(a, computing)
             if a.awaits:
-                a.asked = 0
+                a.asked, a.shares = 0, True
                 continue
             computing.append((a.chain, a.candidate // self.limits.block))
             room -= 1
@@ -338,7 +340,9 @@ class Leader:
         stale = [
             a
             for a in items
-            if a.hinted_at != self._finished_waves and not a.until and a.asked < self.MAX_ASKED
+            if a.hinted_at != self._finished_waves
+            and not a.until
+            and a.asked < (self.MAX_ASKED if a.shares else 1)
         ]
         if stale:
             self._ask_again(stale)
