@@ -175,8 +175,9 @@ def test_a_refused_call_carries_its_status(tmp_path: Path) -> None:
 
 
 CALLER = """
-import sys
+import signal, sys
 from sglang_wavepp.launch.server import Server
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
 port, log, *command = sys.argv[1:]
 Server("none", command=command, port=int(port), log_path=log, ready_timeout=600).start()
 """
