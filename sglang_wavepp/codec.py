@@ -28,7 +28,7 @@ _SAFE_EXTENSIONS = frozenset(
 )
 
 
-UNSUPPORTED_FIELDS = ("mm_inputs", "session_params", "token_indices_to_pool", "kv_hints")
+_UNSUPPORTED_FIELDS = ("mm_inputs", "session_params", "token_indices_to_pool", "kv_hints")
 """Fields of a generate request that need more than tokens on every stage."""
 
 
@@ -57,12 +57,19 @@ def encode_request(request: TokenizedGenerateReqInput) -> bytes:
 
     Raises `CannotCarryError` naming the first field that cannot be carried.
     """
-    for field in UNSUPPORTED_FIELDS:
+    for field in _UNSUPPORTED_FIELDS:
         if getattr(request, field, None) is not None:
             raise CannotCarryError(f"WavePP does not support the request field {field!r} yet")
     if (getattr(request.sampling_params, "beam_width", None) or 1) > 1:
         raise CannotCarryError("WavePP does not support beam search yet")
     return _encode(msgspec.structs.replace(request, time_stats=None), type(request).__name__)
+
+
+def strip_unsupported(request: TokenizedGenerateReqInput) -> None:
+    """Take out what `encode_request` refuses: SGLang then makes the request that carries the refusal."""
+    for field in _UNSUPPORTED_FIELDS:
+        setattr(request, field, None)
+    request.sampling_params.beam_width = None
 
 
 def encode_control(request: Any) -> bytes:

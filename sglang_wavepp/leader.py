@@ -73,8 +73,6 @@ class Admission:
     remaining: int
     """Output tokens that it may still produce."""
     arrived: float
-    chain: Sequence[int] = ()
-    """Chained hashes of the prompt's full blocks."""
     state: State = State.OFFERED
     candidate: int = 0
     until: int = 0
@@ -196,13 +194,12 @@ class Leader:
     def arrive(self, seq: int, length: int, remaining: int, chain: Sequence[int] = ()) -> None:
         """A request came in and was offered to every stage. `chain`: hashes of its full prompt blocks."""
         self._chains[seq] = chain
-        self._new[seq] = Admission(seq, length, remaining, self._now(), chain)
+        self._new[seq] = Admission(seq, length, remaining, self._now())
 
     def retracted(self, seq: int, length: int, remaining: int) -> None:
         """A committed request gave its KV back: it returns to the head of the queue."""
         self._leave(seq)
-        chain = self._chains.get(seq, ())
-        again = Admission(seq, length, remaining, self._now(), chain, State.HINTED, retracted=True)
+        again = Admission(seq, length, remaining, self._now(), State.HINTED, retracted=True)
         place = sum(a.retracted for a in self._queue)
         self._queue.insert(place, again)
         self._unblock()
@@ -332,7 +329,7 @@ class Leader:
             if a.awaits:
                 a.asked, a.shares = 0, True
                 continue
-            computing.append((a.chain, a.candidate // self.limits.block))
+            computing.append((self._chains[a.seq], a.candidate // self.limits.block))
             room -= 1
             ahead -= a.length - a.candidate
             if a.state is State.HINTED:
@@ -366,10 +363,10 @@ class Leader:
 
     def _is_computed(self, a: Admission, computing: Iterable[tuple[Sequence[int], int]]) -> bool:
         """Do others compute prompt blocks, from `block` on, that `a` would have to compute?"""
-        mine = a.candidate // self.limits.block
+        own, mine = self._chains[a.seq], a.candidate // self.limits.block
         # Equal hashes at a block mean equal prompts up to there: the chain covers all that is before.
         return any(
-            mine <= block < min(len(chain), len(a.chain)) and chain[block] == a.chain[block]
+            mine <= block < min(len(chain), len(own)) and chain[block] == own[block]
             for chain, block in computing
         )
 

@@ -72,7 +72,6 @@ class Sequencer:
         self._last_was_prefill = False
         self.paused = False
         self.growth_requests: list[tuple[int, int]] = []
-        self.planned_tokens = 0
 
     @property
     def live(self) -> int:
@@ -179,11 +178,10 @@ class Sequencer:
         if not spans:
             return None
         rows = []
-        for seq, begin, end in spans:
+        for seq, _, end in spans:
             request = self._live[seq]
             request.planned = end
             request.in_flight += 1
-            self.planned_tokens += end - begin
             rows.append((seq, end == request.length))
         wave = self._issue(-1, rows)
         return Prefill(

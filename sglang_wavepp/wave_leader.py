@@ -30,10 +30,10 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.managers.utils import is_health_check_generate_req
 
 from sglang_wavepp.codec import (
-    UNSUPPORTED_FIELDS,
     CannotCarryError,
     encode_control,
     encode_request,
+    strip_unsupported,
 )
 from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.hint_index import chain, seed_of
@@ -261,9 +261,7 @@ class LeaderWave(Wave):
             payload = encode_request(request)
         except CannotCarryError as error:
             refusal = str(error)
-            for field in UNSUPPORTED_FIELDS:
-                setattr(request, field, None)
-            request.sampling_params.beam_width = None
+            strip_unsupported(request)
         with self.guarded():
             req, ready = self.stage.intake.build(seq, request)
             if req is not None and refusal:

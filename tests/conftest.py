@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,12 @@ def start(model: Path, log: Path, *, flags: tuple[str, ...] = (), **options: obj
         flags=("--enable-cache-report", "--enable-custom-logit-processor", *flags),
         **options,  # type: ignore[arg-type]
     )
+
+
+def statistics(server: Server) -> dict[str, Any]:
+    """A WavePP server's counters, and what its stage 0 holds now."""
+    wavepp: dict[str, Any] = server.get("/server_info")["internal_states"][0]["wavepp"]
+    return wavepp
 
 
 @pytest.fixture(scope="session")

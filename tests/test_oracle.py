@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from conftest import statistics
 
 from sglang_wavepp.launch.server import Server
 
@@ -52,11 +53,6 @@ def _replay(server: Server, concurrency: int) -> list[list[Answer]]:
         return list(pool.map(lambda x: _session(server, *x), enumerate(_first_prompts())))
 
 
-def _statistics(server: Server) -> dict[str, Any]:
-    wavepp: dict[str, Any] = server.get("/server_info")["internal_states"][0]["wavepp"]
-    return wavepp
-
-
 def _outputs(replayed: list[list[Answer]]) -> list[list[list[int]]]:
     return [[answer.output for answer in session] for session in replayed]
 
@@ -77,7 +73,7 @@ def test_answers_equal_plain_sglang(
     want = _outputs(expected["cold"])
     assert len({tuple(o) for session in want for o in session}) > SESSIONS * TURNS // 2
 
-    before = _statistics(server)
+    before = statistics(server)
     server.post("/flush_cache")
     cold = _replay(server, 1)
     assert _outputs(cold) == want
@@ -94,7 +90,7 @@ def test_answers_equal_plain_sglang(
     assert _outputs(_replay(server, 8)) == want
     assert _outputs(_replay(server, 8)) == want
 
-    after = _statistics(server)
+    after = statistics(server)
     admitted = after["admitted"] - before["admitted"]
     assert admitted == 4 * SESSIONS * TURNS
     # A hint and a hold; a second hint where waves finished meanwhile; some wait for others' prefixes.
@@ -140,6 +136,6 @@ def test_retraction_keeps_answers(wave2: Server, stock: Server) -> None:
     with ThreadPoolExecutor(6) as pool:
         got = list(pool.map(lambda p: generate(wave2, p, 200).output, prompts))
     assert got == [generate(stock, p, 200).output for p in prompts]
-    statistics = _statistics(wave2)
-    assert statistics["retracted"] > 0
-    assert statistics["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
+    after = statistics(wave2)
+    assert after["retracted"] > 0
+    assert after["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import requests
+from conftest import statistics
 
 from sglang_wavepp.launch.server import Server, ServerError
 
@@ -213,23 +214,18 @@ def _eventually(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.02)
 
 
-def _statistics(server: Server) -> dict[str, Any]:
-    wavepp: dict[str, Any] = server.get("/server_info")["internal_states"][0]["wavepp"]
-    return wavepp
-
-
 def test_abort_by_rid_prefix(wave2: Server) -> None:
     body = {"input_ids": LONG, "sampling_params": _greedy(max_new_tokens=4000)}
     with ThreadPoolExecutor(4) as pool:
         victims = [pool.submit(_ask, wave2, rid=rid, **body) for rid in ("victim", "victim-1", "victim-2")]
         other = pool.submit(_ask, wave2, rid="other", input_ids=LONG, sampling_params=_greedy())
-        _eventually(lambda: _statistics(wave2)["running"] >= 3)
+        _eventually(lambda: statistics(wave2)["running"] >= 3)
         wave2.post("/abort_request", {"rid": "victim"})
         for victim in victims:
             assert victim.result(BOUND)["meta_info"]["finish_reason"]["type"] == "abort"
         assert other.result(BOUND)["meta_info"]["finish_reason"]["type"] == "length"
-    _eventually(lambda: _statistics(wave2)["running"] == 0)
-    assert _statistics(wave2)["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
+    _eventually(lambda: statistics(wave2)["running"] == 0)
+    assert statistics(wave2)["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
 
 
 def test_abort_while_waiting(wave2: Server) -> None:
@@ -243,18 +239,18 @@ def test_abort_while_waiting(wave2: Server) -> None:
             )
             for i, p in enumerate(prompts)
         ]
-        _eventually(lambda: _statistics(wave2)["waiting"] > 0 and _statistics(wave2)["running"] > 0)
+        _eventually(lambda: statistics(wave2)["waiting"] > 0 and statistics(wave2)["running"] > 0)
         wave2.post("/abort_request", {"abort_all": True, "rid": ""})
         assert {f.result(BOUND)["meta_info"]["finish_reason"]["type"] for f in asked} == {"abort"}
-    _eventually(lambda: _statistics(wave2)["running"] == 0)
-    assert _statistics(wave2)["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
+    _eventually(lambda: statistics(wave2)["running"] == 0)
+    assert statistics(wave2)["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
 
 
 def test_client_that_goes_away_frees_its_request(wave2: Server) -> None:
     body = {"input_ids": LONG, "sampling_params": _greedy(max_new_tokens=4000), "stream": True}
     with requests.post(f"{wave2.url}/generate", json=body, stream=True, timeout=BOUND) as answer:
         next(answer.iter_lines())
-    _eventually(lambda: _statistics(wave2)["running"] == 0)
+    _eventually(lambda: statistics(wave2)["running"] == 0)
 
 
 def test_duplicate_rids_are_two_requests(stock: Server, wave2: Server) -> None:
@@ -283,7 +279,7 @@ def test_flush_and_pause(wave2: Server) -> None:
     assert _ask(wave2, input_ids=LONG, sampling_params=_greedy())["meta_info"]["cached_tokens"] == 0
 
     def waves() -> int:
-        return int(_statistics(wave2)["waves"])
+        return int(statistics(wave2)["waves"])
 
     with ThreadPoolExecutor(1) as pool:
         before = waves()
@@ -301,6 +297,6 @@ def test_health_generate_answers_idle_and_busy(wave2: Server) -> None:
     wave2.get("/health_generate")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(_ask, wave2, input_ids=LONG, sampling_params=_greedy(max_new_tokens=300))
-        _eventually(lambda: _statistics(wave2)["running"] > 0)
+        _eventually(lambda: statistics(wave2)["running"] > 0)
         wave2.get("/health_generate")
         asked.result(BOUND)
