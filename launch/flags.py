@@ -46,6 +46,13 @@ def natural_int(text: str) -> int:
     return value
 
 
+def pool_tokens(text: str) -> str:
+    """`auto`, or whole numbers from 1 on separated by commas; `argparse.ArgumentTypeError` otherwise."""
+    if text in ("", "auto"):
+        return text
+    return ",".join(str(positive_int(part.strip())) for part in text.split(","))
+
+
 def seconds(text: str) -> float:
     """A finite number of seconds above 0; `argparse.ArgumentTypeError` otherwise."""
     try:
@@ -83,6 +90,12 @@ OPTIONS: Mapping[str, Option] = {
         "Waves that stage 0 may issue ahead of the last stage's acknowledgement; 0 means 2 for each stage.",
         natural_int,
         "WAVES",
+    ),
+    "pool_tokens": Option(
+        "KV tokens of each stage, separated by commas, or 'auto': each stage sizes its pool by its own free memory "
+        "and layers. Empty: every stage takes as many as the smallest has room for.",
+        pool_tokens,
+        "N,N,...|auto",
     ),
     "block_size": Option("Tokens in a block of the index of reusable prefixes.", positive_int, "TOKENS"),
     "stall_timeout": Option(
@@ -204,7 +217,9 @@ def _checked(name: str, option: Option, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, not {value!r}")
         return value
-    wants = (str, os.PathLike) if option.parse is directory else (int, float)
+    wants: tuple[type, ...] = (int, float)
+    if option.parse in (directory, pool_tokens):
+        wants = (str, os.PathLike)
     if isinstance(value, bool) or not isinstance(value, wants):
         raise ConfigError(f"{name} has the wrong type: {value!r}")
     try:

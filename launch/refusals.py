@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from sglang_wavepp.config import config_of
 from sglang_wavepp.errors import ConfigError
 
 
@@ -211,6 +212,13 @@ def check_given(server_args: Any) -> None:
     """
     if server_args.pp_size < 2:
         raise ConfigError("--wavepp needs --pp-size 2 or more: with one stage there is nothing to pipeline")
+    config = config_of(server_args)
+    pools = config.pools() if config else ()
+    if pools and len(pools) != server_args.pp_size:
+        raise ConfigError(
+            f"--wavepp-pool-tokens has to name the pool of each stage: it names {len(pools)}, and --pp-size is "
+            f"{server_args.pp_size}"
+        )
     if str(server_args.model_path).lower() in ("none", "dummy"):
         # SGLang resolves nothing for these, so the second look would never come.
         raise ConfigError(f"WavePP does not support --model-path {server_args.model_path}: it names no model")

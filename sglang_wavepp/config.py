@@ -16,6 +16,9 @@ class WavePPConfig:
     """KV promised to a request beyond its prompt at admission; it grows by as much while decoding."""
     run_ahead: int = 0
     """Waves that stage 0 may issue ahead of the last stage's acknowledgement; 0 means 2 per stage."""
+    pool_tokens: str = ""
+    """KV tokens of each stage, separated by commas, or `auto`: each stage takes what its own memory holds.
+    Empty: all stages take what the smallest can, as without WavePP."""
     block_size: int = 64
     """Tokens per block of the hint index."""
     stall_timeout: float = 120.0
@@ -28,6 +31,16 @@ class WavePPConfig:
     """Serve although the hooked SGLang functions are not the ones that were tested."""
     socket_dir: str = ""
     """Parent directory of the private socket directory; empty means the system's temporary one."""
+
+    @property
+    def own_pools(self) -> bool:
+        """Is each stage's KV pool sized by itself?"""
+        return bool(self.pool_tokens)
+
+    def pools(self) -> tuple[int, ...]:
+        """The KV tokens that the operator gave for each stage; nothing if he did not."""
+        listed = self.pool_tokens not in ("", "auto")
+        return tuple(map(int, self.pool_tokens.split(","))) if listed else ()
 
     def digest(self) -> str:
         """Hex digest of all options: equal on two stages only if they were given the same."""

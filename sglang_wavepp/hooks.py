@@ -26,6 +26,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _REQ = "sglang.srt.managers.schedule_batch.Req"
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 HOOKS: dict[str, str] = {
@@ -35,14 +36,16 @@ HOOKS: dict[str, str] = {
     f"{_SCHEDULER}._add_request_to_queue": "_capture_request",
     f"{_SCHEDULER}.is_fully_idle": "_is_fully_idle",
     f"{_SCHEDULER}.get_internal_state": "_add_statistics",
+    f"{_SCHEDULER}.init_req_max_new_tokens": "_clip_to_smallest_pool",
     "sglang.srt.mem_cache.registry.create_unified_radix_cache": "_use_wave_cache",
+    f"{_POOLS}._apply_token_constraints": "_own_pool",
+    "sglang.srt.utils.common.get_available_gpu_memory": "_own_memory",
 }
 """Hooked function -> the AROUND hook in this module."""
 
 RELIED_ON: tuple[str, ...] = (
     f"{_SCHEDULER}.handle_generate_request",
     f"{_SCHEDULER}._handle_generate_request",
-    f"{_SCHEDULER}.init_req_max_new_tokens",
     f"{_SCHEDULER}.retire_unadmitted_request",
     f"{_SCHEDULER}.run_batch",
     f"{_SCHEDULER}.process_batch_result",
@@ -150,9 +153,54 @@ def _connect_stages(original: Callable[..., Any], scheduler: Any) -> dict[str, A
     except WavePPError as error:
         _refuse(scheduler, error)
     info["max_req_input_len"] = scheduler.max_req_input_len
-    info["max_total_num_tokens"] = scheduler.wavepp.longest + scheduler.page_size
+    info["max_total_num_tokens"] = scheduler.wavepp.pool
     info["wavepp"] = scheduler.wavepp.info()
     return info
+
+
+def _own_pool(original: Callable[..., Any], configurator: Any, token_capacity: int) -> int:
+    """How many KV tokens this stage gets: instead of the smallest over all stages, what it was given."""
+    from sglang.srt.runtime_context import get_parallel, get_schedule, get_server_args
+
+    from sglang_wavepp.watch import end_server
+
+    config = config_of(get_server_args())
+    assert config is not None
+    if not config.own_pools:
+        return int(original(configurator, token_capacity))
+    limit = get_schedule().max_total_tokens
+    most = token_capacity if limit is None else min(token_capacity, limit)
+    if not (pools := config.pools()):
+        return most
+    rank = get_parallel().pp_rank
+    if pools[rank] > most:
+        why = "its memory holds" if most == token_capacity else "--max-total-tokens allows"
+        end_server(rank, f"--wavepp-pool-tokens wants {pools[rank]} KV tokens for it, but {why} {most}")
+    return pools[rank]
+
+
+def _own_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Free memory: of this stage alone instead of the smallest over all, where pools are sized for each."""
+    from sglang.srt.runtime_context import get_server_args
+
+    config = config_of(get_server_args())
+    if config is not None and config.own_pools:
+        kwargs["distributed"] = False
+    return original(*args, **kwargs)
+
+
+def _clip_to_smallest_pool(original: Callable[..., Any], scheduler: Any, req: Any) -> None:
+    """SGLang clips outputs to the local pool, which may be larger than another stage's."""
+    original(scheduler, req)
+    clipped = scheduler.token_to_kv_pool_allocator.max_new_tokens_for_memory(
+        len(req.origin_input_ids),
+        req.sampling_params.max_new_tokens,
+        token_capacity=scheduler.wavepp.pool,
+        sliding_window_size=scheduler.sliding_window_size,
+        chunk_size=scheduler.chunked_prefill_size,
+    )
+    req.sampling_params.max_new_tokens = clipped
+    req.sampling_params.min_new_tokens = min(req.sampling_params.min_new_tokens, clipped)
 
 
 def _wave_loop(original: Callable[..., Any], scheduler: Any) -> None:
@@ -190,8 +238,8 @@ def _is_fully_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **k
 
 def _add_statistics(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     output = original(scheduler, request)
-    stage = scheduler.wavepp
-    output.internal_state["wavepp"] = stage.statistics()
+    output.internal_state["wavepp"] = scheduler.wavepp.statistics()
+    output.internal_state["memory_usage"]["token_capacity"] = scheduler.wavepp.pool
     return output
 
 

@@ -49,11 +49,14 @@ class Progress:
         self.since = time.monotonic()
         self.long = False
         """A control operation that may take minutes, such as a weight load."""
+        self.stages = 1
+        """How many stages work for it one after the other."""
 
-    def at(self, doing: str, long: bool = False) -> None:
+    def at(self, doing: str, long: bool = False, stages: int = 1) -> None:
         """The loop begins something."""
         self.since = time.monotonic()
         self.long = long
+        self.stages = stages
         self.doing = doing
 
 
@@ -87,6 +90,7 @@ class StageLoop:
         except queue.Empty:
             return False
         while True:
+            self.progress.at("handling a message")
             call()
             try:
                 call = self._inbox.get_nowait()
@@ -100,6 +104,7 @@ class StageLoop:
             now = time.monotonic()
             if now - self._checked_idle > _IDLE_HOUSEKEEPING_S or not self.s._sched_idled:
                 self._checked_idle = now
+                self.progress.at("tidying up")
                 self._settle_sends(None)
                 self.s._sched_idled = True
                 with self.stage.guard:
@@ -114,7 +119,8 @@ class StageLoop:
             batch = e.prepare_prefill(d) if isinstance(d, Prefill) else e.prepare_decode(d)
         self._settle_sends(d.wave - self.stage.run_ahead)
         if self.stage.rank:
-            p.at(f"waiting for the activations of wave {d.wave} from stage {self.stage.rank - 1}")
+            before = self.stage.rank
+            p.at(f"waiting for the activations of wave {d.wave} from stage {before - 1}", stages=before)
         proxy = e.receive(d.wave)
         p.at(f"running wave {d.wave}")
         if self._reused_buffer:
@@ -156,6 +162,7 @@ class MemberLoop(StageLoop):
         last = self.s.pp_group.is_last_rank
         while not self.s.gracefully_exit:
             if not self._take(0):
+                self.progress.at("waiting for the device")
                 if last and (done := self.executor.sampled(wait=True)) is not None:
                     self.stage.wave.send(done)
                 else:

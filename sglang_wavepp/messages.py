@@ -41,6 +41,8 @@ class Welcome(Message, frozen=True):
 
     pids: list[int]
     capacity: dict[str, int]
+    pools: list[int]
+    """KV tokens of each stage."""
 
 
 class Refuse(Message, frozen=True):

@@ -3,7 +3,7 @@
 Two sockets a stage, so that a megabyte prompt delays no decision: `control` for everything small and
 `bulk` for request payloads. ROUTER on stage 0, DEALER on members, `ipc://` in a directory that only this
 user can enter. A frame that does not decode or comes from an unknown peer is counted and dropped with a
-rate-limited warning.
+rate-limited warning; however many there are, they keep nobody from the frames that count.
 
 The handshake runs in the main thread before the WAVE thread starts; the sockets then belong to the latter.
 """
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 _WARN_EVERY_S = 10.0
 BULK_AT_A_TIME = 8
 """Requests taken in one go, between looking at everything else."""
+_FRAMES_AT_A_TIME = 1000
+"""Frames of members, or of strangers, taken in one go."""
 
 
 def make_socket_dir(parent: str, name: str) -> Path:
@@ -103,6 +105,7 @@ class LeaderPlane(_Plane):
         super().__init__(directory, zmq.ROUTER)
         self._ranks = {f"stage-{rank}".encode(): rank for rank in range(1, stages)}
         self._identities = {rank: identity for identity, rank in self._ranks.items()}
+        self._overheard: deque[tuple[int, Message]] = deque()
         for socket, name in ((self.control, "control"), (self.bulk, "bulk")):
             socket.router_mandatory = 1
             socket.bind(self._address(name))
@@ -126,11 +129,21 @@ class LeaderPlane(_Plane):
                 ) from None
 
     def receive(self) -> Iterator[tuple[int, Message]]:
-        """All messages that are there now, as (rank, message). Never blocks."""
-        return self._receive(self.control)
+        """Messages that are there now, as (rank, message). Never blocks."""
+        for _ in self._receive(self.bulk):
+            self._drop("a member", "it has nothing to send here")  # unread, it would wake the thread for ever
+        arriving = self._receive(self.control)
+        while (item := self._overheard.popleft() if self._overheard else next(arriving, None)) is not None:
+            yield item
+
+    def overhear(self) -> Iterator[int]:
+        """The ranks of those who have sent something by now; `receive` will yield what it was."""
+        for rank, message in self._receive(self.control):
+            self._overheard.append((rank, message))
+            yield rank
 
     def _receive(self, socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Message]]:
-        while True:
+        for _ in range(_FRAMES_AT_A_TIME):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -167,7 +180,7 @@ class LeaderPlane(_Plane):
                     )
                 poller.poll(int(min(left, 0.5) * 1000))
                 connected.update(rank for rank, _ in self._receive(self.bulk))
-                for rank, message in self.receive():
+                for rank, message in self._receive(self.control):
                     if isinstance(message, Hello):
                         hellos[rank] = message
             for rank, hello in sorted(hellos.items()):
@@ -179,7 +192,8 @@ class LeaderPlane(_Plane):
             raise
         capacity = {k: min(h.capacity[k] for h in hellos.values()) for k in mine.capacity}
         shutil.rmtree(self.directory, ignore_errors=True)
-        welcome = Welcome([hellos[r].pid for r in sorted(hellos)], capacity)
+        ordered = [hellos[rank] for rank in sorted(hellos)]
+        welcome = Welcome([h.pid for h in ordered], capacity, [h.capacity["kv_tokens"] for h in ordered])
         self.send(None, welcome)
         return welcome
 
@@ -193,6 +207,7 @@ class MemberPlane(_Plane):
 
     def __init__(self, directory: Path, rank: int) -> None:
         super().__init__(directory, zmq.DEALER)
+        self._overheard: deque[tuple[Message, bytes | None]] = deque()
         for socket, name in ((self.control, "control"), (self.bulk, "bulk")):
             socket.setsockopt(zmq.IDENTITY, f"stage-{rank}".encode())
             socket.connect(self._address(name))
@@ -206,20 +221,31 @@ class MemberPlane(_Plane):
 
         Small messages first and all of them; of the bulky ones a few, so that a burst delays no decision.
         """
-        for socket, most in ((self.control, 1 << 30), (self.bulk, BULK_AT_A_TIME)):
-            for _ in range(most):
-                try:
-                    frames = socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                try:
-                    if len(frames) != (2 if socket is self.bulk else 1):
-                        raise msgspec.DecodeError(f"{len(frames)} frames")
-                    message = decode_from_leader(frames[0])
-                except msgspec.DecodeError as error:
-                    self._drop("stage 0", error)
-                    continue
-                yield message, frames[1] if socket is self.bulk else None
+        arriving = self._receive(self.control, 1 << 30)
+        while (item := self._overheard.popleft() if self._overheard else next(arriving, None)) is not None:
+            yield item
+        yield from self._receive(self.bulk, BULK_AT_A_TIME)
+
+    def overhear(self) -> Iterator[int]:
+        """0 for every small message of stage 0 by now; `receive` will yield it."""
+        for item in self._receive(self.control, 1 << 30):
+            self._overheard.append(item)
+            yield 0
+
+    def _receive(self, socket: zmq.Socket[bytes], most: int) -> Iterator[tuple[Message, bytes | None]]:
+        for _ in range(most):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != (2 if socket is self.bulk else 1):
+                    raise msgspec.DecodeError(f"{len(frames)} frames")
+                message = decode_from_leader(frames[0])
+            except msgspec.DecodeError as error:
+                self._drop("stage 0", error)
+                continue
+            yield message, frames[1] if socket is self.bulk else None
 
     def join(self, mine: Hello, deadline: float) -> Welcome:
         """Handshake: introduce this stage and wait for stage 0's verdict. Raises `HandshakeError`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -10,6 +11,8 @@ import threading
 import time
 from importlib.metadata import version
 from typing import Any
+
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_wavepp import __version__
 from sglang_wavepp.config import WavePPConfig
@@ -85,6 +88,7 @@ class Stage:
             **self.stats.snapshot(),
             "running": self.loop.executor.live,
             "waiting": member.offered,
+            "kv_tokens": self.pools,
             "held": {
                 "leases": member.leases,
                 "escrow_tokens": member.escrow_tokens,
@@ -113,7 +117,14 @@ class Stage:
         agreed = welcome.capacity
         s.max_req_len, s.max_req_input_len = agreed["max_req_len"], agreed["max_req_input_len"]
         s.max_running_requests = agreed["running"]
-        self.longest = agreed["kv_tokens"] - s.page_size
+        self._agree_on_batch_size(agreed["batch"])
+        self.pool = agreed["kv_tokens"]
+        """KV tokens of the smallest stage."""
+        self.pools = welcome.pools
+        self.longest = self.pool - s.page_size
+        s.load_inquirer = dataclasses.replace(
+            s.load_inquirer, max_total_num_tokens=self.pool, max_running_requests=s.max_running_requests
+        )
         wake = lambda: self.wave.mail.post(lambda: None)  # noqa: E731
         self.intake = Intake(s, wake)
         self.loop: LeaderLoop | MemberLoop
@@ -126,7 +137,7 @@ class Stage:
         leader = Leader(
             Limits(
                 stages=self.stages,
-                pool=agreed["kv_tokens"],
+                pool=self.pool,
                 running=min(agreed["running"], agreed["rows"]),
                 page=s.page_size,
                 reserve=config.decode_reserve,
@@ -150,11 +161,16 @@ class Stage:
             "%d waves ahead",
             __version__,
             self.stages,
-            agreed["kv_tokens"],
+            self.pool,
             agreed["running"],
             budget,
             self.run_ahead,
         )
+
+    def _agree_on_batch_size(self, size: int) -> None:
+        """The requests of one microbatch; SGLang derives them from the pool of the stage."""
+        if size != get_parallel().pp_max_micro_batch_size:
+            get_context().override("wavepp", pp_max_micro_batch_size=size)
 
     def _identity(self) -> dict[str, str]:
         s = self.scheduler
@@ -174,6 +190,7 @@ class Stage:
             "kv_tokens": int(s.max_total_num_tokens),
             "rows": int(s.req_to_token_pool.size),
             "running": int(s.max_running_requests),
+            "batch": int(get_parallel().pp_max_micro_batch_size),
             "max_req_len": int(s.max_req_len),
             "max_req_input_len": int(s.max_req_input_len),
         }

@@ -2,58 +2,120 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from typing import NoReturn
+
+from sglang_wavepp.errors import HandshakeError
 
 logger = logging.getLogger(__name__)
 
+_TELL_S = 5.0
+"""What writing the reason may take: a full disk, or a pipe that nobody reads, does not keep a stage."""
+_END_S = 10.0
+"""How long SGLang's main process may take for each signal that it is sent."""
+
 _lock = threading.Lock()
+_spare_main_process = False
+
+
+def spare_main_process() -> None:
+    """Never kill the main process, only send it SIGQUIT: its owner handles that signal as he likes."""
+    global _spare_main_process
+    _spare_main_process = True
 
 
 def end_server(rank: int, reason: str) -> NoReturn:
-    """Log the reason, tell SGLang's main process to end the server, and leave at once.
+    """Log the reason, tell SGLang's main process to end the server, and leave.
 
     Any thread may call this; the process does not return. SGLang's main process reacts to SIGQUIT by
-    killing the whole process tree.
+    killing the whole process tree. If it fails to, it is asked again, and then killed itself.
     """
     with _lock:
-        line = f"WavePP: stage {rank} ends the server: {reason}"
-        logger.critical("%s", line)
-        for handler in logging.getLogger().handlers:
-            handler.flush()
-        sys.stderr.flush()
         try:
-            os.kill(os.getppid(), signal.SIGQUIT)
+            line = f"WavePP: stage {rank} ends the server: {reason}"
+            teller = threading.Thread(target=_tell, args=(line,), daemon=True)
+            teller.start()
+            teller.join(_TELL_S)
+            _end_main_process()
         finally:
             os._exit(1)
 
 
+def _tell(line: str) -> None:
+    with contextlib.suppress(Exception):
+        logger.critical("%s", line)
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        sys.stderr.flush()
+
+
+def _end_main_process() -> None:
+    parent = _main_process()
+    signals = [signal.SIGQUIT, signal.SIGQUIT] + [signal.SIGKILL] * (not _spare_main_process)
+    for each in signals:
+        # An orphan belongs to another process: that one is none of ours.
+        if os.getppid() != parent:
+            return
+        os.kill(parent, each)
+        deadline = time.monotonic() + _END_S
+        while os.getppid() == parent and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _main_process() -> int:
+    """Pid of the process that started this one, alive or not."""
+    started_by = multiprocessing.parent_process()
+    if started_by is None or started_by.pid is None:
+        return os.getppid()
+    return started_by.pid
+
+
 class PeerWatch:
-    """Notices at once when another stage's process on this host ends, however it ends."""
+    """Notices at once when another stage's process on this host ends, or SGLang's main process, however it ends.
+
+    Args:
+        pids: the stages to watch.
+
+    Raises `HandshakeError` if one of the processes has ended already.
+    """
 
     def __init__(self, pids: dict[int, int]) -> None:
-        self._ranks: dict[int, tuple[int, int]] = {}
-        for rank, pid in pids.items():
-            self._ranks[os.pidfd_open(pid)] = (rank, pid)
+        main = _main_process()
+        names = {main: f"SGLang's main process (pid {main})"}
+        names |= {pid: f"the process of stage {rank} (pid {pid})" for rank, pid in pids.items()}
+        self._names: dict[int, str] = {}
+        for pid, name in names.items():
+            try:
+                self._names[os.pidfd_open(pid)] = name
+            except OSError as error:
+                raise HandshakeError(f"{name} cannot be watched: {error.strerror}") from None
 
     @property
     def fds(self) -> list[int]:
-        """File descriptors that become readable when a peer ends."""
-        return list(self._ranks)
+        """File descriptors that become readable when a process ends."""
+        return list(self._names)
 
     def describe(self, fd: int) -> str | None:
-        """Text for a descriptor that became readable, or None if it is not a peer's."""
-        if fd not in self._ranks:
-            return None
-        rank, pid = self._ranks[fd]
-        return f"the process of stage {rank} (pid {pid}) is gone"
+        """Text for a descriptor that became readable, or None if it is not of this watch."""
+        return f"{self._names[fd]} is gone" if fd in self._names else None
+
+    def gone(self) -> str | None:
+        """The same for a process that has ended by now, or None."""
+        poller = select.poll()
+        for fd in self._names:
+            poller.register(fd, select.POLLIN)
+        return next((self.describe(fd) for fd, _ in poller.poll(0)), None)
 
     def close(self) -> None:
         """Stop watching."""
-        for fd in self._ranks:
+        for fd in self._names:
             os.close(fd)
-        self._ranks.clear()
+        self._names.clear()

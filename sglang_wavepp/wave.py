@@ -21,9 +21,7 @@ import xxhash
 import zmq
 from sglang.srt.utils import DynamicGradMode
 
-from sglang_wavepp.codec import (
-    decode_request,
-)
+from sglang_wavepp.codec import decode_request
 from sglang_wavepp.errors import ProtocolError, WavePPError
 from sglang_wavepp.messages import (
     Beat,
@@ -39,7 +37,7 @@ from sglang_wavepp.watch import PeerWatch, end_server
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-"""Heartbeats and time limits are looked at this often."""
+"""Heartbeats are sent and time limits looked at this often, or more often if a limit is short."""
 
 
 class Wave:
@@ -53,8 +51,9 @@ class Wave:
         self._seen = dict.fromkeys(peers, time.monotonic())
         self._said = dict.fromkeys(peers, "")
         self._stop = False
-        self._turned = time.monotonic()
-        self._ticked = 0.0
+        config = stage.config
+        self._tick_s = min(_TICK_S, config.heartbeat_timeout / 4, config.stall_timeout / 4)
+        self._ticked = self._resumed = time.monotonic()
         self._thread = threading.Thread(target=self._main, name="WAVE", daemon=True)
 
     def start(self) -> None:
@@ -74,12 +73,13 @@ class Wave:
                     poller.register(source, zmq.POLLIN)
                 self._register(poller)
                 while not self._stop:
-                    ready = poller.poll(int(_TICK_S * 1000))
+                    ready = poller.poll(int(self._tick_s * 1000))
                     self._check_peers(ready, poller)
                     self.mail.drain()
                     self._turn()
-                    if time.monotonic() - self._ticked > _TICK_S:
+                    if time.monotonic() - self._ticked > self._tick_s:
                         self._tick()
+                        self._check_limits()
             self._watch.close()
             self._plane.close()
         except WavePPError as error:
@@ -91,10 +91,18 @@ class Wave:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Hold the stage's guard. While the loop keeps it (a weight load takes minutes), go on beating."""
-        while not self.stage.guard.acquire(timeout=_TICK_S):
-            self._beat()
-            self._check_loop()
+        """Hold the stage's guard. While the loop keeps it (a weight load takes minutes), go on watching."""
+        waited = False
+        while not self.stage.guard.acquire(timeout=self._tick_s):
+            waited = True
+            gone = self._watch.gone()
+            if gone is not None and not self.stage.leaving:
+                raise ProtocolError(gone)
+            for rank in self._plane.overhear():
+                self._saw(rank)
+            self._tick()
+        if waited:
+            self.mail.post(lambda: None)  # what was overheard is still to be handled
         try:
             yield
         finally:
@@ -138,33 +146,32 @@ class Wave:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        limit = self.stage.config.heartbeat_timeout
+        stood_still = now - self._ticked > limit / 2
         self._ticked = now
         self._beat()
-        self._check_limits()
-        limit = self.stage.config.heartbeat_timeout
-        if now - self._turned > limit / 2:
-            # This process itself stood still (stopped, or a starved machine): judge the others afresh.
+        if stood_still:
+            # This process was stopped, or the machine starved: judge everybody afresh.
             self._seen = dict.fromkeys(self._seen, now)
-        self._turned = now
+            self._resumed = now
         for rank, seen in self._seen.items():
             if now - seen > limit and not self.stage.leaving:
                 said = self._said[rank]
                 raise ProtocolError(
                     f"stage {rank} was silent for {now - seen:.0f} s" + (f"; it was {said}" if said else "")
                 )
-        self._check_loop()
+        self._check_loop(now)
 
-    def _check_loop(self) -> None:
-        now, loop = time.monotonic(), self.stage.loop.progress
-        if loop.doing and not loop.long and now - loop.since > self.stage.config.stall_timeout:
-            raise ProtocolError(
-                f"its loop has made no progress for {now - loop.since:.0f} s: it is {loop.doing}"
-            )
+    def _check_loop(self, now: float) -> None:
+        loop = self.stage.loop.progress
+        stuck = now - max(loop.since, self._resumed)
+        if loop.doing and not loop.long and stuck > self.stage.config.stall_timeout * loop.stages:
+            raise ProtocolError(f"its loop has made no progress for {stuck:.0f} s: it is {loop.doing}")
 
-    def _saw(self, rank: int, said: str | None = None) -> None:
+    def _saw(self, rank: int, message: Message | None = None) -> None:
         self._seen[rank] = time.monotonic()
-        if said is not None:
-            self._said[rank] = said
+        if isinstance(message, Beat):
+            self._said[rank] = f"{message.doing or 'idle'} at log entry {message.applied}"
 
 
 class MemberWave(Wave):
@@ -194,7 +201,7 @@ class MemberWave(Wave):
 
     def _turn(self) -> None:
         for message, payload in self._plane.receive():
-            self._saw(0)
+            self._saw(0, message)
             if isinstance(message, Log):
                 self.stage.loop.post(partial(self.stage.loop.entries, message.first, message.entries))
             elif isinstance(message, Offer):

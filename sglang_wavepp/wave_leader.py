@@ -71,6 +71,12 @@ class LeaderWave(Wave):
         self._controls: deque[tuple[Any, float]] = deque()
         self._control_running = False
         self._acks: dict[int, dict[int, ControlDone]] = {}
+        self._probes: dict[str | None, TokenizedGenerateReqInput] = {}
+        """Health checks that wait for the outputs of a wave: the latest one of each HTTP worker."""
+        self._running_probe = -1
+        """The latest health check that was made a request of its own."""
+        self._moved = (time.monotonic(), "")
+        """When a stage last showed progress, and what all stages were at."""
         channels = stage.scheduler.ipc_channels
         self._sockets = [s for s in (channels.recv_from_tokenizer, channels.recv_from_rpc) if s is not None]
         self._rpc = channels.recv_from_rpc
@@ -131,10 +137,23 @@ class LeaderWave(Wave):
 
     def _check_limits(self) -> None:
         self.leader.check()
+        self._check_outputs()
         with self.guarded():
             timeouts = self.stage.scheduler._poll_timeout_aborts()
         for request in timeouts:
             self._abort(request)
+
+    def _check_outputs(self) -> None:
+        """A wave under way must make a stage move. The stages' own watches are stricter, and come first."""
+        loop, now = self.stage.loop, time.monotonic()
+        said = {0: f"{loop.progress.doing or 'idle'} at log entry {loop.log.position}", **self._said}
+        now_at = f"{loop.progress.since} {said}"
+        if not loop.sequencer.in_flight or self._control_running or now_at != self._moved[1]:
+            self._moved = (now, now_at)
+        still = now - max(self._moved[0], self._resumed)
+        if still > self.stage.config.stall_timeout + self.stage.config.heartbeat_timeout:
+            stages = "; ".join(f"stage {rank} is {what}" for rank, what in said.items())
+            raise ProtocolError(f"waves are under way, but no stage has moved for {still:.0f} s: {stages}")
 
     def _turn(self) -> None:
         for rank, message in self._plane.receive():
@@ -149,6 +168,7 @@ class LeaderWave(Wave):
         self._compiled()
         self._settle()
         self._start_control()
+        self._check_health()
 
     def _settle(self) -> None:
         """Run the state machines until they are quiet."""
@@ -169,11 +189,13 @@ class LeaderWave(Wave):
                     self.stage.member.on_message(message)
 
     def _on_member(self, rank: int, message: Message) -> None:
-        said = (
-            f"{message.doing or 'idle'} at log entry {message.applied}" if isinstance(message, Beat) else None
-        )
-        self._saw(rank, said)
+        self._saw(rank, message)
         if isinstance(message, WaveDone):
+            if self._probes:
+                # Every stage has executed it. SGLang answers the checks when the loop applies its outputs.
+                answered = self.stage.scheduler.return_health_check_ipcs
+                self.stage.loop.post(partial(answered.extend, list(self._probes)))
+                self._probes.clear()
             self.stage.loop.post(partial(self.stage.loop.wave_done, message))
         elif isinstance(message, ControlDone):
             self._control_acked(rank, message)
@@ -216,9 +238,19 @@ class LeaderWave(Wave):
 
     # --- requests ----------------------------------------------------------------------------
 
+    def _check_health(self) -> None:
+        """Health checks that no running request will answer become a request of their own."""
+        if self._probes and not self.stage.loop.executor.live and self._running_probe not in self._requests:
+            self._running_probe = self._next_seq
+            self._admit(self._probes.popitem()[1])
+
     def _on_request(self, request: Any) -> None:
         if isinstance(request, TokenizedGenerateReqInput):
-            self._admit(request)
+            if is_health_check_generate_req(request):
+                # No progress, no answer: see `_check_health`.
+                self._probes[request.http_worker_ipc] = request
+            else:
+                self._admit(request)
         elif isinstance(request, BatchTokenizedGenerateReqInput):
             for each in request.batch:
                 self._admit(each)
@@ -248,12 +280,6 @@ class LeaderWave(Wave):
 
     def _admit(self, request: TokenizedGenerateReqInput) -> None:
         request.unwrap_pickle_fields()
-        scheduler = self.stage.scheduler
-        if is_health_check_generate_req(request) and not self.leader.idle:
-            # Running requests carry the answer, as in stock SGLang: no progress, no answer.
-            with self.guarded():
-                scheduler.return_health_check_ipcs.append(request.http_worker_ipc)
-            return
         seq = self._next_seq
         self._next_seq += 1
         refusal = ""

@@ -95,3 +95,12 @@ def wave4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     flags = ("--enable-metrics",)
     with start(model, log, pp_size=4, wavepp=True, page_size=16, flags=flags) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def replayed(stock: Server) -> dict[str, Any]:
+    """Plain SGLang's answers to the sessions of `test_oracle`, cold and then with everything cached."""
+    from test_oracle import replay
+
+    stock.post("/flush_cache")
+    return {"cold": replay(stock, 1), "warm": replay(stock, 1)}

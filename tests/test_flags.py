@@ -26,6 +26,7 @@ MODEL = ["--model-path", "nowhere", "--pp-size", "2"]
 OTHER: dict[str, Any] = {
     "decode_reserve": 64,
     "run_ahead": 3,
+    "pool_tokens": "4000,3000",
     "block_size": 32,
     "stall_timeout": 7.5,
     "heartbeat_timeout": 2.0,
@@ -104,6 +105,9 @@ def test_a_yaml_file_may_hold_them_and_the_command_line_wins(tmp_path: Path) -> 
         ("decode_reserve", "many", "must be a whole number, not 'many'"),
         ("run_ahead", "-1", "must not be negative, not -1"),
         ("run_ahead", "1.5", "must be a whole number, not '1.5'"),
+        ("pool_tokens", "4000,", "must be a whole number, not ''"),
+        ("pool_tokens", "4000,0", "must be at least 1, not 0"),
+        ("pool_tokens", "most", "must be a whole number, not 'most'"),
         ("block_size", "0", "must be at least 1, not 0"),
         ("stall_timeout", "0", "must be a number of seconds above 0, not 0"),
         ("heartbeat_timeout", "inf", "must be a number of seconds above 0, not inf"),

@@ -48,47 +48,40 @@ def _session(server: Server, number: int, prompt: list[int]) -> list[Answer]:
     return answers
 
 
-def _replay(server: Server, concurrency: int) -> list[list[Answer]]:
+def replay(server: Server, concurrency: int) -> list[list[Answer]]:
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda x: _session(server, *x), enumerate(_first_prompts())))
 
 
-def _outputs(replayed: list[list[Answer]]) -> list[list[list[int]]]:
+def outputs(replayed: list[list[Answer]]) -> list[list[list[int]]]:
     return [[answer.output for answer in session] for session in replayed]
-
-
-@pytest.fixture(scope="module")
-def expected(stock: Server) -> dict[str, list[list[Answer]]]:
-    """Plain SGLang's answers, cold and then with everything cached."""
-    stock.post("/flush_cache")
-    return {"cold": _replay(stock, 1), "warm": _replay(stock, 1)}
 
 
 @pytest.mark.parametrize("name", ["wave2", "wave4"])
 def test_answers_equal_plain_sglang(
-    name: str, request: pytest.FixtureRequest, expected: dict[str, list[list[Answer]]]
+    name: str, request: pytest.FixtureRequest, replayed: dict[str, list[list[Answer]]]
 ) -> None:
     server: Server = request.getfixturevalue(name)
     page = server.get("/server_info")["page_size"]
-    want = _outputs(expected["cold"])
+    want = outputs(replayed["cold"])
     assert len({tuple(o) for session in want for o in session}) > SESSIONS * TURNS // 2
 
     before = statistics(server)
     server.post("/flush_cache")
-    cold = _replay(server, 1)
-    assert _outputs(cold) == want
-    for mine, stock in zip(cold, expected["cold"], strict=True):
+    cold = replay(server, 1)
+    assert outputs(cold) == want
+    for mine, stock in zip(cold, replayed["cold"], strict=True):
         assert [a.cached for a in mine] == [a.cached // page * page for a in stock]
 
-    warm = _replay(server, 1)
-    assert _outputs(warm) == want
-    for mine, stock in zip(warm, expected["warm"], strict=True):
+    warm = replay(server, 1)
+    assert outputs(warm) == want
+    for mine, stock in zip(warm, replayed["warm"], strict=True):
         assert [a.cached for a in mine] == [a.cached // page * page for a in stock]
     assert all(a.cached > 0 for session in warm for a in session if a.prompt > 2 * page)
 
     server.post("/flush_cache")
-    assert _outputs(_replay(server, 8)) == want
-    assert _outputs(_replay(server, 8)) == want
+    assert outputs(replay(server, 8)) == want
+    assert outputs(replay(server, 8)) == want
 
     after = statistics(server)
     admitted = after["admitted"] - before["admitted"]

@@ -64,7 +64,7 @@ def _close(leader: LeaderPlane, members: list[MemberPlane]) -> None:
 
 def test_stages_agree_on_the_smallest_capacity(tmp_path: Path) -> None:
     leader, members, outcomes = _shake(tmp_path, [_hello(0), _hello(1), _hello(2)])
-    want = Welcome([1000, 1001, 1002], {"kv_tokens": 98, "rows": 8})
+    want = Welcome([1000, 1001, 1002], {"kv_tokens": 98, "rows": 8}, [100, 99, 98])
     assert outcomes == [want] * 3
     assert not leader.directory.exists(), "the directory goes as soon as all are connected"
     leader.send(None, Beat(1, ""))
