@@ -14,7 +14,7 @@ import logging
 import pkgutil
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import Any
 
 from sglang_wavepp.config import config_of
 from sglang_wavepp.errors import HandshakeError, WavePPError
@@ -142,7 +142,10 @@ def _remember_instance(original: Callable[..., Any], scheduler: Any, port_args: 
 def _connect_stages(original: Callable[..., Any], scheduler: Any) -> dict[str, Any]:
     """SGLang is about to report ready: check, and shake hands with the other stages first."""
     from sglang_wavepp.stage import Stage
+    from sglang_wavepp.watch import end_server, spare_main_process
 
+    if scheduler.server_args.custom_sigquit_handler is not None:
+        spare_main_process()
     config = config_of(scheduler.server_args)
     assert config is not None
     info: dict[str, Any] = original(scheduler)
@@ -151,7 +154,7 @@ def _connect_stages(original: Callable[..., Any], scheduler: Any) -> dict[str, A
         scheduler.init_pp_loop_state()
         scheduler.wavepp = Stage(scheduler, config)
     except WavePPError as error:
-        _refuse(scheduler, error)
+        end_server(scheduler.pp_group.rank_in_group, str(error))
     info["max_req_input_len"] = scheduler.max_req_input_len
     info["max_total_num_tokens"] = scheduler.wavepp.pool
     info["wavepp"] = scheduler.wavepp.info()
@@ -206,17 +209,8 @@ def _clip_to_smallest_pool(original: Callable[..., Any], scheduler: Any, req: An
 def _wave_loop(original: Callable[..., Any], scheduler: Any) -> None:
     from sglang.srt.utils import DynamicGradMode
 
-    try:
-        with DynamicGradMode():
-            scheduler.wavepp.serve()
-    except WavePPError as error:
-        _refuse(scheduler, error)
-
-
-def _refuse(scheduler: Any, error: WavePPError) -> NoReturn:
-    from sglang_wavepp.watch import end_server
-
-    end_server(scheduler.pp_group.rank_in_group, str(error))
+    with DynamicGradMode():
+        scheduler.wavepp.serve()
 
 
 def _capture_request(

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_wavepp import __version__
 from sglang_wavepp.config import WavePPConfig
-from sglang_wavepp.errors import HandshakeError
+from sglang_wavepp.errors import HandshakeError, WavePPError
 from sglang_wavepp.hooks import hook_digest
 from sglang_wavepp.intake import Intake
 from sglang_wavepp.leader import Leader, Limits
@@ -27,6 +27,7 @@ from sglang_wavepp.radix.tree import SGLangTree, WaveRadixCache
 from sglang_wavepp.rounds import LeaderPlane, MemberPlane, find_socket_dir, make_socket_dir
 from sglang_wavepp.sequencer import Sequencer
 from sglang_wavepp.stats import Stats
+from sglang_wavepp.watch import end_server
 from sglang_wavepp.wave import MemberWave
 from sglang_wavepp.wave_leader import LeaderWave
 
@@ -70,12 +71,19 @@ class Stage:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
     def serve(self) -> None:
-        """Run the wave loop until shutdown. Raises whatever stops the stage."""
+        """Run the wave loop until shutdown. Whatever else stops it ends the server."""
         self.wave.start()
         try:
             self.loop.run()
-        finally:
-            self.wave.stop()
+        except Exception as error:
+            # The WAVE thread goes on: others hear from this stage to the last, and do not take it for silent.
+            reason = str(error)
+            if not isinstance(error, WavePPError):
+                logger.exception("Loop of stage %d failed", self.rank)
+                reason = f"its loop failed, {self.loop.progress.doing}: {type(error).__name__}: {error}"
+            self.loop.progress.at("ending the server", long=True)
+            end_server(self.rank, reason)
+        self.wave.stop()
 
     def info(self) -> dict[str, Any]:
         """What the launcher sees of this stage."""

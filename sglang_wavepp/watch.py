@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from sglang_wavepp.errors import HandshakeError
@@ -19,8 +20,11 @@ logger = logging.getLogger(__name__)
 
 _TELL_S = 5.0
 """What writing the reason may take: a full disk, or a pipe that nobody reads, does not keep a stage."""
-_END_S = 10.0
-"""How long SGLang's main process may take for each signal that it is sent."""
+_END_S = 8.0
+"""What SGLang's main process may take to end the server: it starts with a pause of 5 s, answers nobody
+meanwhile, and then would wait for a core dump of the GPU for a minute, whether or not there will be one."""
+_DUMP_S = 120.0
+"""The same where the operator has made such dumps possible."""
 
 _lock = threading.Lock()
 _spare_main_process = False
@@ -32,11 +36,12 @@ def spare_main_process() -> None:
     _spare_main_process = True
 
 
-def end_server(rank: int, reason: str) -> NoReturn:
+def end_server(rank: int, reason: str, meanwhile: Callable[[], None] | None = None) -> NoReturn:
     """Log the reason, tell SGLang's main process to end the server, and leave.
 
     Any thread may call this; the process does not return. SGLang's main process reacts to SIGQUIT by
-    killing the whole process tree. If it fails to, it is asked again, and then killed itself.
+    killing the whole process tree; if it takes too long it is killed, and the tree goes with it.
+    `meanwhile` is called again and again until then, so that others can see who is at work.
     """
     with _lock:
         try:
@@ -44,7 +49,7 @@ def end_server(rank: int, reason: str) -> NoReturn:
             teller = threading.Thread(target=_tell, args=(line,), daemon=True)
             teller.start()
             teller.join(_TELL_S)
-            _end_main_process()
+            _end_main_process(meanwhile)
         finally:
             os._exit(1)
 
@@ -57,17 +62,20 @@ def _tell(line: str) -> None:
         sys.stderr.flush()
 
 
-def _end_main_process() -> None:
+def _end_main_process(meanwhile: Callable[[], None] | None) -> None:
     parent = _main_process()
-    signals = [signal.SIGQUIT, signal.SIGQUIT] + [signal.SIGKILL] * (not _spare_main_process)
-    for each in signals:
-        # An orphan belongs to another process: that one is none of ours.
-        if os.getppid() != parent:
-            return
-        os.kill(parent, each)
-        deadline = time.monotonic() + _END_S
-        while os.getppid() == parent and time.monotonic() < deadline:
-            time.sleep(0.02)
+    dumps = os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") == "1"
+    deadline = time.monotonic() + (_DUMP_S if dumps else _END_S)
+    # An orphan has another parent, which is none of ours.
+    if os.getppid() == parent:
+        os.kill(parent, signal.SIGQUIT)
+    while os.getppid() == parent and time.monotonic() < deadline:
+        if meanwhile is not None:
+            with contextlib.suppress(Exception):
+                meanwhile()
+        time.sleep(0.1)
+    if os.getppid() == parent and not _spare_main_process:
+        os.kill(parent, signal.SIGKILL)
 
 
 def _main_process() -> int:
@@ -79,7 +87,7 @@ def _main_process() -> int:
 
 
 class PeerWatch:
-    """Notices at once when another stage's process on this host ends, or SGLang's main process, however it ends.
+    """Notices at once when another stage's process on this host, or SGLang's main process, ends somehow.
 
     Args:
         pids: the stages to watch.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import xxhash
@@ -84,29 +84,35 @@ class Wave:
             self._plane.close()
         except WavePPError as error:
             if not self.stage.leaving:
-                end_server(self.stage.rank, str(error))
+                self._end(str(error))
         except Exception as error:
             logger.exception("WAVE thread of stage %d failed", self.stage.rank)
-            end_server(self.stage.rank, f"its WAVE thread failed: {type(error).__name__}: {error}")
+            self._end(f"its WAVE thread failed: {type(error).__name__}: {error}")
+
+    def _end(self, reason: str) -> NoReturn:
+        # Others hear from this stage to the last, and do not take it for another fault.
+        self.stage.loop.progress.at("ending the server", long=True)
+        end_server(self.stage.rank, reason, self._beat)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Hold the stage's guard. While the loop keeps it (a weight load takes minutes), go on watching."""
-        waited = False
         while not self.stage.guard.acquire(timeout=self._tick_s):
-            waited = True
-            gone = self._watch.gone()
-            if gone is not None and not self.stage.leaving:
-                raise ProtocolError(gone)
-            for rank in self._plane.overhear():
-                self._saw(rank)
-            self._tick()
-        if waited:
-            self.mail.post(lambda: None)  # what was overheard is still to be handled
+            if threading.current_thread() is self._thread:
+                self._watch_on()
         try:
             yield
         finally:
             self.stage.guard.release()
+
+    def _watch_on(self) -> None:
+        gone = self._watch.gone()
+        if gone is not None and not self.stage.leaving:
+            raise ProtocolError(gone)
+        for rank in self._plane.overhear():
+            self._saw(rank)
+        self._tick()
+        self.mail.post(lambda: None)  # what was overheard is still to be handled
 
     def _register(self, poller: zmq.Poller) -> None:
         """More sources to sleep on."""
@@ -141,7 +147,7 @@ class Wave:
             if gone is None:
                 continue
             if not self.stage.leaving:
-                end_server(self.stage.rank, gone)
+                raise ProtocolError(gone)
             poller.unregister(source)
 
     def _tick(self) -> None:
