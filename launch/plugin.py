@@ -2,7 +2,7 @@
 
 | process | what happens there |
 |---|---|
-| launcher (command line or engine) | flags, refusals, and a check that no scheduler came up without WavePP |
+| launcher (command line or engine) | flags, refusals, a check that no scheduler came up without WavePP |
 | scheduler with `--wavepp` | the hooks of the runtime |
 | every other one | nothing that acts without `--wavepp` |
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pkgutil
 import signal
 import sys
 import traceback
@@ -26,9 +27,11 @@ from sglang_wavepp.errors import ConfigError, HandshakeError
 from sglang_wavepp.launch import flags
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
-_READY = "_wait_for_scheduler_ready"
+_READY = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_LORA_UPDATES = ("load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter")
 
-_guarded = False
+_engine_hooked = False
 
 
 def register() -> None:
@@ -138,7 +141,7 @@ def _before_launch(server_args: Any) -> None:
     from sglang_wavepp.launch.refusals import check_given, check_resolved
 
     # Python code may have resolved the record before the engine loaded this plugin.
-    for check in (check_given, check_resolved, _guard_readiness):
+    for check in (check_given, check_resolved, _hook_engine):
         _checked(server_args, check)
 
 
@@ -151,26 +154,45 @@ def _set_cpu_environment(processes: int) -> None:
             os.environ.setdefault(name, value)
 
 
-def _guard_readiness(server_args: Any) -> None:
-    """Have the engine check its schedulers as soon as they are ready.
+def _hook_engine(server_args: Any) -> None:
+    """Have the engine check its schedulers as soon as they are ready, and refuse what it cannot pass on.
 
     Only now: at registration the engine is not imported yet, and a hook on it would import it for `--help`.
 
     Raises:
         ConfigError: another plugin has hooked the same function before.
     """
-    global _guarded
-    if _guarded:
+    global _engine_hooked
+    if _engine_hooked:
         return
-    from sglang.srt.entrypoints import engine
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    target, before = f"{engine.__name__}.{_READY}", getattr(engine, _READY)
-    HookRegistry.register(target, _wait_for_schedulers, HookType.AROUND)
+    hooks: dict[str, Callable[..., Any]] = {_READY: _wait_for_schedulers}
+    hooks |= {f"{_CONTROL}.{name}": _refuse_lora_update for name in _LORA_UPDATES}
+    before = {target: pkgutil.resolve_name(target) for target in hooks}
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.apply_hooks()
-    if getattr(engine, _READY) is before:
-        raise ConfigError(f"another plugin hooks {target}, which WavePP needs")
-    _guarded = True
+    for target, function in before.items():
+        if pkgutil.resolve_name(target) is function:
+            raise ConfigError(f"another plugin hooks {target}, which WavePP needs")
+    _engine_hooked = True
+
+
+async def _refuse_lora_update(
+    original: Callable[..., Any], manager: Any, request: Any, http_request: Any = None
+) -> Any:
+    """Adapters cannot come or go at run time yet.
+
+    Here and not on stage 0: before SGLang asks its schedulers to unload an adapter it takes it out of
+    service, and does not put it back if they refuse.
+    """
+    if config_of(manager.server_args) is None:
+        return await original(manager, request, http_request)
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput
+
+    text = "WavePP does not load or unload LoRA adapters at run time yet: name them with --lora-paths"
+    return LoRAUpdateOutput(success=False, error_message=text)
 
 
 def _wait_for_schedulers(

@@ -273,9 +273,9 @@ def test_the_guard_is_on_what_the_engine_calls(monkeypatch: pytest.MonkeyPatch) 
     """The late hook has to reach the name that the engine looks up."""
     from sglang.srt.entrypoints import engine
 
-    plugin._guard_readiness(None)
+    plugin._hook_engine(None)
     guarded = engine._wait_for_scheduler_ready
-    plugin._guard_readiness(None)
+    plugin._hook_engine(None)
     assert engine._wait_for_scheduler_ready is guarded
     with pytest.raises(ZeroDivisionError):
         monkeypatch.setattr(flags, "fail", lambda *args, **kwargs: 1 / 0)
