@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from typing import Any
 
+import torch
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.interface import PlatformCapabilities
 
@@ -37,6 +38,8 @@ class CpuPlatform(CpuSRTPlatform):
         # For device "cpu" SGLang itself falls back to intel_amx, which is a part of sgl_kernel.
         if server_args.attention_backend is None:
             server_args.attention_backend = self.get_default_attention_backend()
+        if server_args.lora_backend == "csgmv":  # SGLang's default, a set of Triton kernels
+            server_args.lora_backend = "torch_native"
 
     def get_torch_distributed_backend_str(self) -> str:
         # Not only an answer: of the platform's calls this is the last one before threads are bound.
@@ -56,6 +59,7 @@ def prepare_scheduler() -> None:
       through plain multi-head attention, which `torch_native` cannot do on an MLA pool. The absorbed form
       serves every extend and decoding.
     * arm64 hosts: no thread binding through `sgl_kernel`, if that is absent.
+    * LoRA: no pinned host memory, which torch refuses to give where there is no accelerator to pin it for.
     """
     if not is_active():
         return
@@ -63,6 +67,31 @@ def prepare_scheduler() -> None:
 
     handler.AttentionBackendRegistry.register("torch_native", handler._dispatch_mla_subtype)
     _skip_thread_binding_without_sgl_kernel()
+    if not torch.accelerator.is_available():
+        _give_lora_ordinary_memory()
+
+
+class _UnpinnedTorch:
+    """The module `torch`, but `tensor` and `zeros` ignore `pin_memory`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs)
+
+    def zeros(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **kwargs)
+
+
+def _give_lora_ordinary_memory() -> None:
+    """SGLang's LoRA layers and their torch backend pin host tensors without asking the platform."""
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    for module in (layers, torch_backend):
+        module.torch = _UnpinnedTorch()
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 def _skip_thread_binding_without_sgl_kernel() -> None:

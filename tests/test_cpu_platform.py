@@ -108,6 +108,8 @@ backend = parallel_state.get_default_distributed_backend("cpu")
 threads_through_sgl_kernel = bootstrap._is_cpu_arm64
 prepare_scheduler()
 prepare_scheduler()
+from sglang.srt.lora import layers
+from sglang.srt.lora.backend import torch_backend
 print(json.dumps({
     "class": type(current_platform) is CpuPlatform,
     "out of tree": current_platform.is_out_of_tree(),
@@ -118,6 +120,8 @@ print(json.dumps({
     "mla": mla.AttentionBackendRegistry.get_handler("torch_native") is mla._dispatch_mla_subtype,
     "backend": backend,
     "threads through sgl_kernel": threads_through_sgl_kernel,
+    "lora": layers.torch.tensor([1, 2], pin_memory=True).pin_memory().tolist(),
+    "lora backend": torch_backend.torch.zeros((2,), pin_memory=True).tolist(),
 }))
 """
     report = json.loads(run_python(code, **cpu_platform.default_environment(2)).splitlines()[-1])
@@ -131,4 +135,6 @@ print(json.dumps({
         "mla": True,
         "backend": "gloo",
         "threads through sgl_kernel": False,
+        "lora": [1, 2],
+        "lora backend": [0.0, 0.0],
     }
