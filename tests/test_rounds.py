@@ -5,13 +5,15 @@ from __future__ import annotations
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import zmq
 
-from sglang_wavepp.errors import HandshakeError, ProtocolError
-from sglang_wavepp.messages import Beat, Hello, Message, Offer, Welcome
+from sglang_wavepp.errors import DivergenceError, HandshakeError, ProtocolError
+from sglang_wavepp.log import DecisionLog
+from sglang_wavepp.messages import Beat, Decode, Drop, Hello, Log, Message, Offer, WaveDone, Welcome, encode
 from sglang_wavepp.rounds import LeaderPlane, Mailbox, MemberPlane, find_socket_dir, make_socket_dir
 
 BOUND = 10.0
@@ -21,9 +23,16 @@ def _hello(rank: int, **more: str) -> Hello:
     return Hello(rank, 1000 + rank, {"version": "1", **more}, {"kv_tokens": 100 - rank, "rows": 8})
 
 
-def _shake(tmp_path: Path, hellos: list[Hello]) -> tuple[LeaderPlane, list[MemberPlane], list[object]]:
-    """Shake hands; outcomes are `Welcome`s or the errors that were raised, stage 0 first."""
+def _shake(
+    tmp_path: Path, hellos: list[Hello], strangers: Sequence[zmq.Socket[bytes]] = ()
+) -> tuple[LeaderPlane, list[MemberPlane], list[object]]:
+    """Shake hands; outcomes are `Welcome`s or the errors that were raised, stage 0 first.
+
+    `strangers` connect in time, one to the control socket, the next to the bulk socket.
+    """
     leader = LeaderPlane(make_socket_dir(str(tmp_path), "plane"), len(hellos))
+    for stranger, name in zip(strangers, ("control", "bulk"), strict=False):
+        stranger.connect(f"ipc://{leader.directory / name}")
     members = [MemberPlane(leader.directory, hello.rank) for hello in hellos[1:]]
     outcomes: list[object] = [None] * len(hellos)
     deadline = time.monotonic() + BOUND
@@ -146,3 +155,73 @@ def test_mailbox_keeps_order_and_wakes() -> None:
     mail.drain()
     assert seen == [0, 1, 2]
     assert not poller.poll(0)
+
+
+def test_a_flood_of_strangers_starves_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Garbage, and frames that a member could have sent, on both sockets: dropped, and warned of once."""
+    strangers = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(2)]
+    for stranger in strangers:
+        stranger.set_hwm(0)
+    leader, members, _ = _shake(tmp_path, [_hello(0), _hello(1)], strangers)
+    for i in range(1500):
+        for stranger in strangers:
+            stranger.send(encode(WaveDone(i, 0, [7], b"")) if i % 2 else b"\xc1garbage")
+    members[0].send(Beat(5, "alive"))
+    poller = zmq.Poller()
+    poller.register(leader.control, zmq.POLLIN)
+    poller.register(leader.bulk, zmq.POLLIN)
+    got: list[tuple[int, Message]] = []
+    deadline = time.monotonic() + BOUND
+    while leader.dropped < 3000 or not got:
+        assert time.monotonic() < deadline, f"{leader.dropped} frames were dropped, {got} came"
+        poller.poll(100)
+        before = leader.dropped
+        got += leader.receive()
+        assert leader.dropped - before <= 2000, "other work has its turn"
+    assert got == [(1, Beat(5, "alive"))]
+    assert not poller.poll(0), "a frame that nobody reads would keep the thread awake"
+    assert sum("dropped a frame" in record.message for record in caplog.records) == 1
+    for stranger in strangers:
+        stranger.close(0)
+    _close(leader, members)
+
+
+def test_what_was_overheard_is_received_once_and_in_order(tmp_path: Path) -> None:
+    leader, members, _ = _shake(tmp_path, [_hello(0), _hello(1)])
+    member = members[0]
+    for i in range(3):
+        member.send(Beat(i, ""))
+        leader.send(1, Beat(i, ""))
+    assert leader.control.poll(BOUND * 1000) and member.control.poll(BOUND * 1000)
+    assert set(leader.overhear()) == {1} and set(member.overhear()) == {0}
+    receiving = leader.receive()
+    assert next(receiving) == (1, Beat(0, ""))
+    member.send(Beat(3, ""))
+    assert leader.control.poll(BOUND * 1000)
+    list(leader.overhear())
+    leader.send(1, Offer(0, 7, 8), b"payload")
+    got = [message for _, message in receiving]
+    while len(got) < 3:
+        got += _messages(leader, 1)
+    assert got == [Beat(1, ""), Beat(2, ""), Beat(3, "")]
+    assert _messages(member, 4) == [*(Beat(i, "") for i in range(3)), Offer(0, 7, 8)]
+    _close(leader, members)
+
+
+def test_a_log_entry_that_is_not_the_next_one_is_no_garbage() -> None:
+    """A member must not go on without it, nor with another: both end the stage."""
+    leader, member = DecisionLog(0), DecisionLog(1)
+    first = leader.append(Drop([1], False))
+    assert member.read(0, first) == Drop([1], False)
+    with pytest.raises(DivergenceError, match="stage 1 expects log entry 1, got entry 0"):
+        member.read(0, first)
+    leader.append(Drop([2], False))
+    with pytest.raises(DivergenceError, match="stage 1 expects log entry 1, got entry 2"):
+        member.read(2, leader.append(Decode(0, leader.digest, 0, [3])))
+    with pytest.raises(ProtocolError, match="log entry 1 does not decode"):
+        member.read(1, b"garbage")
+    with pytest.raises(ProtocolError, match="log entry 1 does not decode"):
+        member.read(1, encode(Log(1, [first])))
+    member.read(1, encode(Drop([66], False)))
+    with pytest.raises(DivergenceError, match="stage 1, wave 0: the log's digest is"):
+        member.read(2, encode(Decode(0, leader.digest, 0, [3])))
