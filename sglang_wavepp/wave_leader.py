@@ -75,8 +75,8 @@ class LeaderWave(Wave):
         """Health checks that wait for the outputs of a wave: the latest one of each HTTP worker."""
         self._running_probe = -1
         """The latest health check that was made a request of its own."""
-        self._moved = (time.monotonic(), "")
-        """When a stage last showed progress, and what all stages were at."""
+        self._moved = (time.monotonic(), self._said)
+        """When a stage last moved, and what the stages were at."""
         channels = stage.scheduler.ipc_channels
         self._sockets = [s for s in (channels.recv_from_tokenizer, channels.recv_from_rpc) if s is not None]
         self._rpc = channels.recv_from_rpc
@@ -147,9 +147,8 @@ class LeaderWave(Wave):
         """A wave under way must make a stage move. The stages' own watches are stricter, and come first."""
         loop, now = self.stage.loop, time.monotonic()
         said = {0: f"{loop.progress.doing or 'idle'} at log entry {loop.log.position}", **self._said}
-        now_at = f"{loop.progress.since} {said}"
-        if not loop.sequencer.in_flight or self._control_running or now_at != self._moved[1]:
-            self._moved = (now, now_at)
+        if not loop.sequencer.in_flight or self._control_running or said != self._moved[1]:
+            self._moved = (now, said)
         still = now - max(self._moved[0], self._resumed)
         if still > self.stage.config.stall_timeout + self.stage.config.heartbeat_timeout:
             stages = "; ".join(f"stage {rank} is {what}" for rank, what in said.items())
