@@ -92,8 +92,8 @@ OPTIONS: Mapping[str, Option] = {
         "WAVES",
     ),
     "pool_tokens": Option(
-        "KV tokens of each stage, separated by commas, or 'auto': each stage sizes its pool by its own free memory "
-        "and layers. Empty: every stage takes as many as the smallest has room for.",
+        "KV tokens of each stage, separated by commas, or 'auto': each stage sizes its pool by its own free "
+        "memory and layers. Empty: every stage takes as many as the smallest has room for.",
         pool_tokens,
         "N,N,...|auto",
     ),

@@ -66,6 +66,8 @@ ALLOWED = frozenset(
 
     mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size
     max_prefill_tokens page_size disable_radix_cache disable_overlap_schedule disable_chunked_prefix_cache
+    prefill_decode_interval prefill_decode_interval_min_bs enable_priority_scheduling
+    disable_priority_preemption default_priority_value schedule_low_priority_values_first
     abort_on_priority_when_disabled
 
     attention_backend prefill_attention_backend decode_attention_backend sampling_backend
@@ -129,7 +131,8 @@ _RECURRENT = "recurrent layers reuse snapshots, not prefixes"
 _SLIDING = "sliding-window layers reuse less than the common prefix"
 _POOLS = "the pool holds more than a plain KV cache"
 _MULTIMODAL = "multimodal inputs change the prompt after it has arrived"
-_ARRIVAL = "requests are admitted in the order of arrival"
+_ARRIVAL = "requests are admitted by priority and in the order of arrival"
+_PREEMPTION = "only the youngest request gives its room back, and only to one that runs already"
 _PLANNED = "stage 0 plans every wave, and does not take this into account"
 _TEXT = "waves are made of requests that generate text"
 _HIDDEN = "SGLang's pipeline does not carry them back from every stage"
@@ -156,13 +159,11 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     _HOSTS: _names("nnodes node_rank"),
     "--wavepp-run-ahead takes its place": _names("pp_async_batch_depth"),
     _PLANNED: _names(
-        "enable_mixed_chunk enable_dynamic_chunking prefill_decode_interval* prefill_max_requests "
+        "enable_mixed_chunk enable_dynamic_chunking prefill_max_requests "
         "num_continuous_decode_steps min_free_slots_delay scheduler_recv_interval"
     ),
-    _ARRIVAL: _names(
-        "schedule_policy retraction_policy *priority_scheduling* *priority_preemption default_priority_value "
-        "schedule_low_priority_values_first"
-    ),
+    _ARRIVAL: _names("schedule_policy"),
+    _PREEMPTION: _names("priority_scheduling_preemption_threshold retraction_policy"),
     "--wavepp-decode-reserve takes its place": _names("schedule_conservativeness"),
     "a WavePP server sleeps while it is idle, without it": _names("sleep_on_idle"),
     _SLIDING: _names("*swa*"),
@@ -216,8 +217,8 @@ def check_given(server_args: Any) -> None:
     pools = config.pools() if config else ()
     if pools and len(pools) != server_args.pp_size:
         raise ConfigError(
-            f"--wavepp-pool-tokens has to name the pool of each stage: it names {len(pools)}, and --pp-size is "
-            f"{server_args.pp_size}"
+            f"--wavepp-pool-tokens has to name the pool of each stage: it names {len(pools)}, and --pp-size "
+            f"is {server_args.pp_size}"
         )
     if str(server_args.model_path).lower() in ("none", "dummy"):
         # SGLang resolves nothing for these, so the second look would never come.
@@ -304,7 +305,14 @@ def _check_combinations(config: Any) -> None:
     # FILLED_IN has this one's namespace, most of which models set for a draft that nobody may have asked for.
     if config.speculative_algorithm is not None:
         raise ConfigError(f"WavePP does not support --speculative-algorithm yet: {_SPECULATION}")
+    if config.enable_priority_scheduling and not config.disable_priority_preemption:
+        raise ConfigError(
+            "WavePP does not support --enable-priority-scheduling without --disable-priority-preemption yet: "
+            f"{_PREEMPTION}"
+        )
     adapters = len(config.lora_paths or ())
+    if config.enable_lora and not adapters:
+        raise ConfigError(f"WavePP needs --lora-paths for --enable-lora: {_LORA}")
     # One place in a batch is for requests without an adapter.
     if adapters > config.max_loras_per_batch - 1:
         raise ConfigError(
@@ -331,8 +339,8 @@ def _check_model(server_args: Any) -> None:
         (model.is_multimodal or model.is_audio_model, "multimodal models", _MULTIMODAL),
         (not model.is_generation, "embedding and reward models", _TEXT),
         (uses_ssm_state(model), "models with recurrent layers", _RECURRENT),
-        (model.is_hybrid_swa, "models with sliding-window layers", _SLIDING),
         ("DeepseekV4" in names, "DeepSeek V4", _POOLS),
+        (model.is_hybrid_swa, "models with sliding-window layers", _SLIDING),
     ):
         if found:
             raise ConfigError(f"WavePP does not support {kind} yet (--model-path, {names}): {reason}")

@@ -96,6 +96,10 @@ class Executor:
         """The SGLang request behind a number."""
         return self._live[seq].req
 
+    def began(self, seq: int) -> bool:
+        """Has a wave run for the request?"""
+        return self._live[seq].lease is None
+
     # --- admission and waves -----------------------------------------------------------------
 
     def commit(self, d: Commit) -> Any:
@@ -291,12 +295,15 @@ class Executor:
             live = self._live[seq]
             req = live.req
             self._leave_groups(req)
+            began = self.began(seq)
             if live.lease is not None:
                 self._member.leases.release(live.lease)
             elif req.kv.holds_kv:
                 release_kv_cache(req, s.tree_cache, checkpoint=False)
             if d.retract:
-                req.reset_for_retract()
+                if began:
+                    req.reset_for_retract()
+                    req.time_stats.set_wait_queue_entry_time()
                 del self._live[seq], self._seqs[req]
                 self._member.retract(seq)
             else:

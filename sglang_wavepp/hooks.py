@@ -219,8 +219,11 @@ def _capture_request(
     """Requests go to admission, not to the stock queue; on stage 0 SGLang's queue limits still apply."""
     stage = scheduler.wavepp
     if stage.rank == 0 and req.to_finish is None:
+        before = list(scheduler.waiting_queue)
         original(scheduler, req, is_retracted)
-        if req not in scheduler.waiting_queue:
+        left = {id(waiting) for waiting in scheduler.waiting_queue}
+        stage.intake.displaced = next((waiting for waiting in before if id(waiting) not in left), None)
+        if id(req) not in left:
             return
     stage.intake.capture(req)
 

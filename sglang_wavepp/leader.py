@@ -9,15 +9,16 @@ behind it in the queue is given back: grants do not cross, and first come is fir
 shrinks within one admission, so an admission ends after at most as many hold rounds as it has distinct
 boundaries. A hint is asked for again if waves were finished since it was given: waiting requests profit
 from what earlier ones inserted meanwhile. And a request whose next prompt block a committed request is just
-computing waits for it instead of computing it again; those behind it go on.
+computing waits until all that they share is there, instead of computing it again; those behind it go on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.messages import (
@@ -73,6 +74,8 @@ class Admission:
     remaining: int
     """Output tokens that it may still produce."""
     arrived: float
+    rank: int = 0
+    """Lower ranks go first; within a rank, first come, first served."""
     state: State = State.OFFERED
     candidate: int = 0
     until: int = 0
@@ -82,10 +85,19 @@ class Admission:
     """How often its hint was refreshed for this attempt."""
     shares: bool = False
     """It has waited for another's prompt blocks: its hint may be refreshed several times."""
-    awaits: bool = False
-    """It waits for prompt blocks that an earlier request computes; those behind it may pass."""
+    awaits: tuple[int, int] | None = None
+    """It waits until another request has computed their common prompt, as (seq, tokens); those behind it may
+    pass."""
     rounds: int = 0
     retracted: bool = False
+
+
+class _Prompt(NamedTuple):
+    """A prompt, the chained hashes of its full blocks (none if its KV is not shared), and its rank."""
+
+    tokens: Sequence[int]
+    chain: Sequence[int]
+    rank: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,9 +109,11 @@ class Committed:
     boundary: int
     length: int
     until: int
+    again: bool
+    """It was committed before, and came back."""
     rounds: int
     waited: float
-    """Seconds from arrival (or from the retraction) to this event."""
+    """Seconds from arrival (or from coming back) to this event."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,14 +181,18 @@ class Leader:
         """Room became free since the open round began: a refusal in it may be outdated."""
         self._barrier = False
         self._holds_nothing = False
-        self._chains: dict[int, Sequence[int]] = {}
-        """Prompt hashes of every request that is known."""
+        self._prompts: dict[int, _Prompt] = {}
+        """Every request that is known."""
+        self._retractions: dict[int, int] = {}
+        """seq -> how often the request had to give its room back while it ran."""
         self._computing: dict[int, int] = {}
-        """seq -> first prompt block that the committed request has not computed on every stage."""
+        """seq -> prompt tokens that every stage has, of committed requests with full blocks to compute."""
         self._position = 0
         """Log position of the latest output."""
         self._unplanned: dict[int, int] = {}
         """Prompt tokens of committed requests that no wave was planned for yet."""
+        self._started: set[int] = set()
+        """Committed requests that a wave was planned for."""
         self._finished_waves = 0
 
     # --- state, for the caller ---------------------------------------------------------------
@@ -191,15 +209,27 @@ class Leader:
 
     # --- inputs ------------------------------------------------------------------------------
 
-    def arrive(self, seq: int, length: int, remaining: int, chain: Sequence[int] = ()) -> None:
-        """A request came in and was offered to every stage. `chain`: hashes of its full prompt blocks."""
-        self._chains[seq] = chain
-        self._new[seq] = Admission(seq, length, remaining, self._now())
+    def arrive(
+        self, seq: int, tokens: Sequence[int], remaining: int, chain: Sequence[int] = (), rank: int = 0
+    ) -> None:
+        """A request came in and was offered to every stage.
+
+        `tokens` is its prompt, `chain` the hashes of its full blocks (none if its KV is not to be shared),
+        `remaining` the output tokens that it may produce. Requests of a lower `rank` go first.
+        """
+        self._prompts[seq] = _Prompt(tokens, chain, rank)
+        self._new[seq] = Admission(seq, len(tokens), remaining, self._now(), rank)
 
     def retracted(self, seq: int, length: int, remaining: int) -> None:
-        """A committed request gave its KV back: it returns to the head of the queue."""
+        """A committed request gave its room back: it returns to the head of the queue.
+
+        If it ran already, it is admitted with twice the reserve of the last time.
+        """
+        if seq in self._started:
+            self._retractions[seq] = self._retractions.get(seq, 0) + 1
         self._leave(seq)
-        again = Admission(seq, length, remaining, self._now(), State.HINTED, retracted=True)
+        rank = self._prompts[seq].rank
+        again = Admission(seq, length, remaining, self._now(), rank, State.HINTED, retracted=True)
         place = sum(a.retracted for a in self._queue)
         self._queue.insert(place, again)
         self._unblock()
@@ -208,7 +238,7 @@ class Leader:
         """Committed requests ended."""
         for seq in seqs:
             self._leave(seq)
-            self._chains.pop(seq, None)
+            self._forget(seq)
         self._unblock()
 
     def planned(self, spans: Iterable[tuple[int, int]]) -> None:
@@ -216,6 +246,7 @@ class Leader:
         for seq, tokens in spans:
             if seq in self._unplanned:
                 self._unplanned[seq] -= tokens
+                self._started.add(seq)
 
     def wave_finished(self, position: int, computed: Iterable[tuple[int, int]] = ()) -> None:
         """A wave's output is in the log before `position`: earlier hints may be too short now.
@@ -226,7 +257,7 @@ class Leader:
         self._position = position
         for seq, tokens in computed:
             if seq in self._computing:
-                self._computing[seq] = max(self._computing[seq], tokens // self.limits.block)
+                self._compute(seq, tokens)
 
     def want_growth(self, seq: int, until: int) -> None:
         """A running request needs room up to KV length `until`. Goes before new admissions."""
@@ -241,7 +272,7 @@ class Leader:
             if found is None:
                 return False
             self._queue.remove(found)
-        self._chains.pop(seq, None)
+        self._forget(seq)
         self._send(Forget([seq]))
         self._unblock()
         return True
@@ -308,10 +339,10 @@ class Leader:
             self._queue.remove(a)
             self._running[a.seq] = a.until
             self._unplanned[a.seq] = a.length - a.candidate
-            self._computing[a.seq] = a.candidate // self.limits.block
+            self._compute(a.seq, a.candidate)
             waited = self._now() - a.arrived
             self.events.append(
-                Committed(a.seq, self._order, a.candidate, a.length, a.until, a.rounds, waited)
+                Committed(a.seq, self._order, a.candidate, a.length, a.until, a.retracted, a.rounds, waited)
             )
             self._order += 1
 
@@ -319,17 +350,18 @@ class Leader:
         room = self.limits.running - len(self._running)
         ahead = self.limits.ahead - sum(self._unplanned.values())
         items: list[Admission] = []
-        computing = [(self._chains[seq], block) for seq, block in self._computing.items()]
+        computing = list(self._computing.items())
         for a in self._queue:
             if room <= 0 or ahead <= 0 or len(items) >= self.MAX_ROUND:
                 break
             if a is self._blocked or a.state is State.OFFERED:
                 break
-            a.awaits = a.state is State.HINTED and not a.until and self._is_computed(a, computing)
+            if a.state is State.HINTED and not a.until:
+                a.awaits = self._awaited(a, computing)
             if a.awaits:
                 a.asked, a.shares = 0, True
                 continue
-            computing.append((self._chains[a.seq], a.candidate // self.limits.block))
+            computing.append((a.seq, a.candidate))
             room -= 1
             ahead -= a.length - a.candidate
             if a.state is State.HINTED:
@@ -347,7 +379,7 @@ class Leader:
             for a in items:
                 a.state = State.HOLDING
                 a.rounds += 1
-                a.until = self._until(a.length, a.remaining)
+                a.until = self._until(a)
             self._open_round(items, [])
             holds = [HoldItem(a.seq, a.candidate, a.until) for a in items]
             self._send(Hold(self.epoch, self._round_number, holds))
@@ -361,18 +393,51 @@ class Leader:
             a.rounds += 1
         self._send(HintQuery(self.epoch, self._position, [a.seq for a in stale]))
 
-    def _is_computed(self, a: Admission, computing: Iterable[tuple[Sequence[int], int]]) -> bool:
-        """Do others compute prompt blocks, from `block` on, that `a` would have to compute?"""
-        own, mine = self._chains[a.seq], a.candidate // self.limits.block
-        # Equal hashes at a block mean equal prompts up to there: the chain covers all that is before.
-        return any(
-            mine <= block < min(len(chain), len(own)) and chain[block] == own[block]
-            for chain, block in computing
-        )
+    def _awaited(self, a: Admission, computing: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+        """Whom `a` waits for, since they compute a block that it would have to compute: (seq, tokens).
 
-    def _until(self, length: int, remaining: int) -> int:
+        `computing` has (seq, prompt tokens computed).
+        """
+        if a.awaits is not None:
+            seq, common = a.awaits
+            if self._computing.get(seq, common) < common:
+                return a.awaits
+        own, first = self._prompts[a.seq], a.candidate // self.limits.block
+        for seq, computed in computing:
+            other = self._prompts[seq]
+            # Equal hashes at a block mean equal prompts up to there: the chain covers all that is before.
+            if first < min(len(own.chain), len(other.chain)) and own.chain[first] == other.chain[first]:
+                common = self._common(own, other)
+                if computed < common:
+                    return seq, common
+        return None
+
+    def _common(self, one: _Prompt, other: _Prompt) -> int:
+        """Tokens that two prompts share, whole pages."""
+        shared, bound = 0, min(len(one.chain), len(other.chain))
+        while shared < bound:
+            middle = (shared + bound + 1) // 2
+            if one.chain[middle - 1] == other.chain[middle - 1]:
+                shared = middle
+            else:
+                bound = middle - 1
+        begin, end = shared * self.limits.block, (shared + 1) * self.limits.block
+        tail = zip(one.tokens[begin:end], other.tokens[begin:end], strict=False)
+        common = begin + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], tail))
+        return common // self.limits.page * self.limits.page
+
+    def _compute(self, seq: int, computed: int) -> None:
+        """A committed request has that much of its prompt; others may wait for the rest."""
+        prompt = self._prompts[seq]
+        if prompt.chain and computed < len(prompt.tokens):
+            self._computing[seq] = computed
+        else:
+            self._computing.pop(seq, None)
+
+    def _until(self, a: Admission) -> int:
         most = self.limits.pool - self.limits.page
-        return max(length, min(length + min(remaining, self.limits.reserve), most))
+        reserve = self.limits.reserve << self._retractions.get(a.seq, 0)
+        return max(a.length, min(a.length + min(a.remaining, reserve), most))
 
     def _start_growth(self) -> None:
         items = list(self._growth.items())
@@ -404,7 +469,8 @@ class Leader:
             if self._new.pop(item.seq, None) is not None:
                 a.rounds += 1
                 a.hinted_at = self._finished_waves
-                self._queue.append(a)
+                ahead = sum(q.retracted or q.rank <= a.rank for q in self._queue)
+                self._queue.insert(ahead, a)
 
     def _on_answer(self, rank: int, message: Held | Grown | Nack) -> None:
         r = self._round
@@ -487,6 +553,11 @@ class Leader:
     def _leave(self, seq: int) -> None:
         for table in (self._running, self._growth, self._unplanned, self._computing):
             table.pop(seq, None)
+        self._started.discard(seq)
+
+    def _forget(self, seq: int) -> None:
+        self._prompts.pop(seq, None)
+        self._retractions.pop(seq, None)
 
     def _unblock(self) -> None:
         self._blocked = None

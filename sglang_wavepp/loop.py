@@ -231,11 +231,10 @@ class LeaderLoop(StageLoop):
         self._publish(d)
         with self.stage.guard:
             req = self.executor.commit(d)
-            self.s.waiting_queue.remove(req)
         most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
-        self.sequencer.commit(c.seq, c.order, c.boundary, c.length, c.until, min(most, self.stage.longest))
-        stats = self.stage.stats
-        stats.admission(rounds=c.rounds, waited_s=c.waited, length=c.length, boundary=c.boundary)
+        most = min(most, self.stage.longest)
+        self.sequencer.commit(c.seq, c.order, c.boundary, c.length, c.until, most, c.again)
+        self.stage.stats.admission(rounds=c.rounds, waited_s=c.waited, length=c.length, boundary=c.boundary)
 
     def wave_done(self, done: WaveDone) -> None:
         """The last stage has finished a wave: apply its outputs and log them."""
@@ -250,6 +249,9 @@ class LeaderLoop(StageLoop):
             self._aborts.pop(seq, None)
         self._publish(Output(done.wave, group, done.tokens, finished, done.extra))
         self.sequencer.output(done.wave, group, finished)
+        if finished:
+            with self.stage.guard:
+                self.sequencer.reconsider(self.stage.member.reusable, self.stage.block)
         self.stage.wave.wave_finished(self.log.position, computed, finished, freed)
 
     def abort(self, seq: int, reason: dict[str, Any] | None) -> None:
@@ -329,13 +331,13 @@ class LeaderLoop(StageLoop):
                 for seq in d.seqs:
                     no_room = FINISH_ABORT("The KV cache has no room for another token of this request.")
                     self.executor.request(seq).to_finish = self._aborts.pop(seq, no_room)
+            began = sum(map(self.executor.began, d.seqs))
             reqs = self.executor.drop(d)
             freed = self.stage.member.freed()
             if d.retract:
-                self.stage.stats.retracted += len(reqs)
+                self.stage.stats.retracted += began
+                self.stage.stats.readmitted += len(reqs) - began
                 self.s.waiting_queue[:0] = reqs
-                for req in reqs:
-                    req.time_stats.set_wait_queue_entry_time()
             else:
                 self.s.output_streamer.stream_output(reqs, any(r.return_logprob for r in reqs))
         if d.retract:

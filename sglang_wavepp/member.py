@@ -207,6 +207,11 @@ class Member:
         self._committed[seq] = prefix
         return prefix, lease
 
+    def reusable(self, seq: int) -> int:
+        """Tokens of a committed request that this stage could reuse now."""
+        prefix = self._committed[seq]
+        return self._tree.probe(prefix, prefix.max_boundary)
+
     def finish(self, seq: int) -> None:
         """The request ended: its escrow is over."""
         self._committed.pop(seq, None)

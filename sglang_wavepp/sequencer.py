@@ -5,10 +5,15 @@ It knows every committed request, what was planned for it and which waves are in
 
 * at most `run_ahead` waves are issued that the last stage has not acknowledged, so that late arrivals
   and aborts still find a place;
-* prefill and decode waves alternate while there is work for both; otherwise whichever has work runs;
-* prefill is packed first come, first served (`mpu.packing`) into a static budget;
+* prefill and decode waves alternate while there is work for both; otherwise whichever has work runs. With
+  an `interval` of N (SGLang's `--prefill-decode-interval`), N decode waves have to follow each prefill wave
+  before the next one, as long as `interval_rows` requests are decoding;
+* prefill is packed first come, first served (`mpu.packing`) into a static budget, at most `rows` requests a
+  wave;
 * decode rows live in groups, one wave of a group in flight at a time; a finished prompt joins the
   smallest group, so up to `groups` decode waves fill the pipeline;
+* a committed request that no wave was planned for goes back to admission, once, if what another one left in
+  the tree makes its reusable prefix longer;
 * a row whose escrow ends soon asks for more ahead of time. If a stage refuses, the youngest request is
   retracted, never the oldest, so something always finishes.
 """
@@ -16,7 +21,8 @@ It knows every committed request, what was planned for it and which waves are in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.messages import Decision, Decode, Drop, Prefill, Span
@@ -36,6 +42,10 @@ class Live:
     """KV length that every stage has promised."""
     most: int
     """KV length at which the request certainly ends."""
+    again: bool
+    """It was admitted before, and came back."""
+    begun: bool = False
+    """A wave was planned for it."""
     group: int = -1
     in_flight: int = 0
     asked: int = 0
@@ -55,10 +65,27 @@ class Sequencer:
         run_ahead: unacknowledged waves at most.
         groups: decode groups, one for each stage of the pipeline.
         growth: tokens that a growth asks for.
+        rows: requests in a prefill wave at most.
+        interval: decode waves that follow a prefill wave before the next one; 0: alternate where possible.
+        interval_rows: with fewer requests decoding, the interval does not count.
     """
 
-    def __init__(self, *, budget: int, page: int, run_ahead: int, groups: int, growth: int) -> None:
-        self._budget, self._page = budget, page
+    def __init__(
+        self,
+        *,
+        budget: int,
+        page: int,
+        run_ahead: int,
+        groups: int,
+        growth: int,
+        rows: int,
+        interval: int = 0,
+        interval_rows: int = 0,
+    ) -> None:
+        self._budget, self._page, self._rows = budget, page, rows
+        self._interval, self._interval_rows = interval, interval_rows
+        self._owed = 0
+        """Decode waves that have to come before the next prefill wave."""
         self._run_ahead, self._growth = run_ahead, growth
         self._live: dict[int, Live] = {}
         self._groups: list[list[int]] = [[] for _ in range(groups)]
@@ -85,9 +112,21 @@ class Sequencer:
 
     # --- inputs ------------------------------------------------------------------------------
 
-    def commit(self, seq: int, order: int, boundary: int, length: int, until: int, most: int) -> None:
-        """A request was committed with `boundary` reused tokens."""
-        self._live[seq] = Live(seq, order, length, boundary, until, most)
+    def commit(
+        self, seq: int, order: int, boundary: int, length: int, until: int, most: int, again: bool
+    ) -> None:
+        """A request was committed with `boundary` reused tokens; `again` if it came back."""
+        self._live[seq] = Live(seq, order, length, boundary, until, most, again)
+
+    def reconsider(self, reusable: Callable[[int], int], least: int) -> None:
+        """The tree of stage 0 has grown: send those back to admission who now reuse `least` tokens more.
+
+        `reusable` gives the tokens of a request that stage 0 could reuse.
+        """
+        for request in self._live.values():
+            waits = not (request.begun or request.again or request.drop)
+            if waits and reusable(request.seq) >= request.planned + least:
+                request.drop = "retract"
 
     def grown(self, items: Iterable[tuple[int, int]]) -> None:
         """Every stage promised more room: (seq, KV length)."""
@@ -160,11 +199,14 @@ class Sequencer:
             return Drop([r.seq for r in dropped], retract)
         if self.paused or len(self._waves) >= self._run_ahead:
             return None
+        if self._owed and sum(map(len, self._groups)) < max(1, self._interval_rows):
+            self._owed = 0
         kinds = (self._decode, self._prefill) if self._last_was_prefill else (self._prefill, self._decode)
-        for kind in kinds:
+        for kind in (self._decode,) if self._owed else kinds:
             decision = kind(digest)
             if decision is not None:
                 self._last_was_prefill = isinstance(decision, Prefill)
+                self._owed = self._interval if self._last_was_prefill else max(0, self._owed - 1)
                 return decision
         return None
 
@@ -174,12 +216,13 @@ class Sequencer:
             for r in self._live.values()
             if r.planned < r.length and not r.drop
         )
-        spans = pack(pending, self._budget, self._page)
+        spans = pack(islice(pending, self._rows), self._budget, self._page)
         if not spans:
             return None
         rows = []
         for seq, _, end in spans:
             request = self._live[seq]
+            request.begun = True
             request.planned = end
             request.in_flight += 1
             rows.append((seq, end == request.length))

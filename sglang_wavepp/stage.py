@@ -12,7 +12,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel, get_schedule
 
 from sglang_wavepp import __version__
 from sglang_wavepp.config import WavePPConfig
@@ -130,6 +130,8 @@ class Stage:
         """KV tokens of the smallest stage."""
         self.pools = welcome.pools
         self.longest = self.pool - s.page_size
+        self.block = math.lcm(config.block_size, s.page_size)
+        """Tokens of a block of the prompt hashes."""
         s.load_inquirer = dataclasses.replace(
             s.load_inquirer, max_total_num_tokens=self.pool, max_running_requests=s.max_running_requests
         )
@@ -141,15 +143,16 @@ class Stage:
             self.loop = MemberLoop(self)
             self.wave = MemberWave(self, plane, {0: welcome.pids[0]})
             return
+        schedule = get_schedule()
         budget = s.chunked_prefill_size if (s.chunked_prefill_size or 0) > 0 else s.max_prefill_tokens
         leader = Leader(
             Limits(
                 stages=self.stages,
                 pool=self.pool,
-                running=min(agreed["running"], agreed["rows"]),
+                running=min(agreed["running"], agreed["rows"], self.stages * agreed["batch"]),
                 page=s.page_size,
                 reserve=config.decode_reserve,
-                block=math.lcm(config.block_size, s.page_size),
+                block=self.block,
                 ahead=2 * budget,
                 round_bound=_ROUND_BOUND_S,
             ),
@@ -161,6 +164,9 @@ class Stage:
             run_ahead=self.run_ahead,
             groups=self.stages,
             growth=config.decode_reserve,
+            rows=agreed["batch"],
+            interval=schedule.prefill_decode_interval or 0,
+            interval_rows=schedule.prefill_decode_interval_min_bs,
         )
         self.loop = LeaderLoop(self, sequencer)
         self.wave = LeaderWave(self, plane, {r: pid for r, pid in enumerate(welcome.pids) if r}, leader)

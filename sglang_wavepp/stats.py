@@ -18,6 +18,7 @@ class Stats:
         self.admitted = 0
         self.rounds = 0
         self.retracted = 0
+        self.readmitted = 0
         self.rejected = 0
         self.prefill_waves = 0
         self.decode_waves = 0
@@ -46,6 +47,7 @@ class Stats:
             "admitted": self.admitted,
             "rejected": self.rejected,
             "retracted": self.retracted,
+            "readmitted": self.readmitted,
             "rounds": self.rounds,
             "rounds_per_request": self.rounds / self.admitted if self.admitted else 0.0,
             "admission_ms": {"p50": _percentile(waits, 50), "p99": _percentile(waits, 99)},

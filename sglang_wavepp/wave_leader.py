@@ -204,6 +204,8 @@ class LeaderWave(Wave):
     def _on_event(self, event: Event) -> None:
         loop = self.stage.loop
         if isinstance(event, Committed):
+            with self.guarded():
+                self._leave_queue(self._requests[event.seq].req)
             loop.post(partial(loop.commit, event, self._requests[event.seq].digest))
         elif isinstance(event, Rejected):
             self.stage.stats.rejected += 1
@@ -302,12 +304,26 @@ class LeaderWave(Wave):
         if prefix.max_boundary > 0:
             namespace = seed_of(self._seed, req.extra_key, req.cache_salt)
             hashes = chain(req.origin_input_ids, self.leader.limits.block, namespace)
-        self.leader.arrive(seq, prefix.length, req.sampling_params.max_new_tokens, hashes)
+        s = self.stage.scheduler
+        rank = req.priority * s.policy.priority_sign if s.enable_priority_scheduling else 0
+        self.leader.arrive(seq, req.origin_input_ids, req.sampling_params.max_new_tokens, hashes, rank)
         self._plane.send(None, Offer(self.leader.epoch, seq, prefix.digest), payload)
         if ready:
             self._built(seq, req)
 
+    def _displace(self) -> None:
+        """SGLang's queue is full: one request of a lower priority was answered and left it."""
+        req, self.stage.intake.displaced = self.stage.intake.displaced, None
+        seq = next((seq for seq, known in self._requests.items() if known.req is req), None)
+        if seq is None:
+            return
+        if self.leader.cancel(seq):
+            del self._requests[seq]
+        else:
+            self.stage.loop.post(partial(self.stage.loop.abort, seq, None))
+
     def _built(self, seq: int, req: Any | None) -> None:
+        self._displace()
         if req is not None and req.to_finish is None:
             self.stage.member.offered(seq, self._requests[seq])
             return

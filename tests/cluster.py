@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,7 +40,7 @@ class Request:
         self.output: list[int] = []
         self.lock: tuple[int, ...] | None = None
         self.lease: Any = None
-        self.done = 0
+        self.done = self.boundary = 0
         self.private = 0
 
     @property
@@ -155,7 +156,7 @@ class SimStage:
         if isinstance(d, Commit):
             request, lease = self.member.take(d.seq, d.boundary)
             assert request.length == d.length
-            request.lease, request.done = lease, d.boundary
+            request.lease, request.done, request.boundary = lease, d.boundary, d.boundary
             self.live[d.seq] = request
         elif isinstance(d, Prefill):
             for span in d.spans:
@@ -263,6 +264,7 @@ class Cluster:
         rows: int = 8,
         budget: int = 32,
         reserve: int = 8,
+        interval: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
@@ -283,7 +285,13 @@ class Cluster:
             lambda: self.now,
         )
         self.sequencer = Sequencer(
-            budget=budget, page=page, run_ahead=2 * stages, groups=stages, growth=reserve
+            budget=budget,
+            page=page,
+            run_ahead=2 * stages,
+            groups=stages,
+            growth=reserve,
+            rows=rows,
+            interval=interval,
         )
         self.longest = min(pools) - page
         self.inbox: deque[Any] = deque()
@@ -292,13 +300,20 @@ class Cluster:
         self.aborted: set[int] = set()
         self._built: set[tuple[int, int]] = set()
         self.position_digests: dict[int, int] = {}
+        self.sample: Callable[[], int] = lambda: self.rng.randrange(3)
+        """What the model says."""
+        self.waves: list[Prefill | Decode] = []
+        self.order: list[int] = []
+        """Requests in the order in which they were committed."""
+        self.readmitted = 0
+        """Requests that went back to admission before a wave was planned for them."""
 
     # --- the outside world -------------------------------------------------------------------
 
-    def submit(self, seq: int, tokens: tuple[int, ...], max_new: int) -> None:
+    def submit(self, seq: int, tokens: tuple[int, ...], max_new: int, rank: int = 0) -> None:
         self.payloads[seq] = (tokens, min(max_new, self.longest - len(tokens)))
         hashes = chain(array("q", tokens), self.leader.limits.block, 1)
-        self.leader.arrive(seq, len(tokens), self.payloads[seq][1], hashes)
+        self.leader.arrive(seq, tokens, self.payloads[seq][1], hashes, rank)
 
     def abort(self, seq: int) -> None:
         self.aborted.add(seq)
@@ -315,7 +330,7 @@ class Cluster:
             *(lambda r=r: self._deliver_to_leader(r) for r, q in enumerate(self.to_leader) if q),
             *(lambda r=r: self._loop(r) for r in range(1, len(self.stages)) if self.stages[r].inbox),
             *(
-                lambda s=s, r=r: self._build(s, r)
+                lambda s=s, r=r: self.build(s, r)
                 for s in self.payloads
                 for r in range(len(self.stages))
                 if (s, r) not in self._built and s not in self.aborted
@@ -336,7 +351,7 @@ class Cluster:
             return True
         return False
 
-    def _build(self, seq: int, rank: int) -> None:
+    def build(self, seq: int, rank: int) -> None:
         self._built.add((seq, rank))
         tokens, max_new = self.payloads[seq]
         self.stages[rank].member.offered(seq, Request(seq, tokens, max_new))
@@ -382,9 +397,12 @@ class Cluster:
             d = Commit(item.seq, item.order, item.boundary, item.length, item.until, 0)
             self._publish(d)
             self.stages[0].apply(d)
+            self.order.append(item.seq)
             tokens, max_new = self.payloads[item.seq]
             most = min(len(tokens) + max_new, self.longest)
-            self.sequencer.commit(item.seq, item.order, item.boundary, item.length, item.until, most)
+            self.sequencer.commit(
+                item.seq, item.order, item.boundary, item.length, item.until, most, item.again
+            )
         elif isinstance(item, GrowthGranted):
             self.sequencer.grown(item.items)
         else:
@@ -401,6 +419,8 @@ class Cluster:
         stage0.apply(d)
         self._publish(d)
         self.sequencer.output(done.wave, group, finished)
+        if finished:
+            self.sequencer.reconsider(stage0.member.reusable, self.leader.limits.block)
         self.leader.wave_finished(stage0.log.position, stage0.computed.pop(done.wave, []))
         self.leader.finished(finished)
 
@@ -411,7 +431,7 @@ class Cluster:
         assert stage.log.digest == self.position_digests[stage.log.position]
         stage.apply(d)
         if rank == len(self.stages) - 1 and isinstance(d, Prefill | Decode):
-            tokens = [self.rng.randrange(3) for _ in stage.waves[d.wave]]
+            tokens = [self.sample() for _ in stage.waves[d.wave]]
             self.to_leader[rank].append(encode(WaveDone(d.wave, 1, tokens, b"")))
 
     def _plan(self) -> bool:
@@ -425,8 +445,11 @@ class Cluster:
         if isinstance(d, Prefill):
             self.leader.planned([(s.seq, s.end - s.begin) for s in d.spans])
         reqs = [self.stages[0].live[s] for s in d.seqs] if isinstance(d, Drop) else []
+        if isinstance(d, Prefill | Decode):
+            self.waves.append(d)
         self.stages[0].apply(d)
         if isinstance(d, Drop) and d.retract:
+            self.readmitted += sum(not r.output and r.done == r.boundary for r in reqs)
             for r in reqs:
                 self.leader.retracted(r.seq, r.length, r.max_new - len(r.output))
         elif isinstance(d, Drop):

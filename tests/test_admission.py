@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
 import pytest
 from cluster import Cluster
+
+from sglang_wavepp.messages import Prefill
 
 
 def _run(seed: int, *, stages: int, aborts: bool, tight: bool, page: int) -> Cluster:
@@ -59,27 +62,31 @@ def _rest(cluster: Cluster, after: int = 0, then: Callable[[], None] | None = No
     raise AssertionError("the cluster did not come to rest")
 
 
-PREFIX, SUFFIX, FOLLOWERS, BUDGET = 200, 5, 15, 32
+PREFIX, SUFFIX, FOLLOWERS, BUDGET = 203, 5, 15, 32
 
 
-def _together(seed: int, stages: int) -> Cluster:
-    """Requests with one long cold prefix, all arriving at once."""
-    cluster = Cluster(seed, stages=stages, pools=[3000] * stages, rows=20, budget=BUDGET)
+def _together(seed: int, stages: int, branches: int = 1, **options: int) -> Cluster:
+    """Requests with one long cold prefix, all arriving at once; its second half differs between branches."""
+    cluster = Cluster(seed, stages=stages, pools=[3000] * stages, rows=20, budget=BUDGET, **options)
     rng = random.Random(seed)
-    prefix = tuple(rng.randrange(50) for _ in range(PREFIX))
+    trunk = tuple(rng.randrange(50) for _ in range(PREFIX // 2))
+    limbs = [(100 + b, *(rng.randrange(50) for _ in range(PREFIX - len(trunk) - 1))) for b in range(branches)]
     for seq in range(FOLLOWERS + 1):
-        cluster.submit(seq, (*prefix, 1000 + seq, *range(2000, 2000 + SUFFIX - 1)), 3)
+        own = (1000 + seq, *range(2000, 2000 + SUFFIX - 1))
+        cluster.submit(seq, (*trunk, *limbs[seq % branches], *own), 3)
     return cluster
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_a_cold_prefix_that_arrives_many_times_is_computed_once(stages: int) -> None:
+@pytest.mark.parametrize("branches", [1, 3])
+def test_a_cold_prefix_that_arrives_many_times_is_computed_once(stages: int, branches: int) -> None:
     for seed in range(6):
-        cluster = _together(seed, stages)
+        cluster = _together(seed, stages, branches)
         _rest(cluster)
-        block = cluster.leader.limits.block
-        least = PREFIX + (FOLLOWERS + 1) * SUFFIX
-        assert least <= cluster.stages[0].prompt_tokens <= least + FOLLOWERS * block + BUDGET
+        trunk = PREFIX // 2
+        assert cluster.stages[0].prompt_tokens == (
+            trunk + branches * (PREFIX - trunk) + (FOLLOWERS + 1) * SUFFIX
+        )
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -87,6 +94,62 @@ def test_the_prefix_goes_on_when_its_first_request_is_aborted(stages: int) -> No
     for seed in range(6):
         cluster = _together(seed, stages)
         _rest(cluster, after=600, then=lambda c=cluster: c.abort(0))  # type: ignore[misc]
-        block = cluster.leader.limits.block
-        most = PREFIX + (FOLLOWERS + 1) * (SUFFIX + block) + 2 * stages * BUDGET
+        # What was in flight for the first one may have to be computed again.
+        most = PREFIX + (FOLLOWERS + 1) * SUFFIX + 2 * stages * BUDGET
         assert cluster.stages[0].prompt_tokens <= most
+
+
+def test_a_prefix_that_was_finished_before_the_last_ones_came_is_reused() -> None:
+    for seed in range(6):
+        cluster = _together(seed, 2)
+        late = cluster.payloads[0][0][:PREFIX]
+        _rest(cluster, after=5000, then=lambda c=cluster, p=late: c.submit(99, (*p, 7), 3))  # type: ignore[misc]
+        assert cluster.stages[0].prompt_tokens == PREFIX + (FOLLOWERS + 1) * SUFFIX + 1
+
+
+def test_a_committed_request_comes_back_for_a_longer_prefix() -> None:
+    """The one ahead of it leaves its output in the tree, which the waiting one's prompt begins with."""
+    readmitted = 0
+    for seed in range(20):
+        cluster = Cluster(seed, stages=2, pools=[3000] * 2, rows=20, budget=BUDGET)
+        cluster.sample = lambda: 5
+        cluster.submit(0, (1, 2, 3), 8)
+        between = BUDGET * (6 + seed // 2)
+        cluster.submit(1, tuple(range(100, 100 + between)), 1)
+        cluster.submit(2, (1, 2, 3, *([5] * 7), 9), 1)
+        _rest(cluster)
+        readmitted += cluster.readmitted
+        assert cluster.stages[0].outputs[2] == [5]
+        assert cluster.stages[0].prompt_tokens <= 3 + between + 11
+    assert readmitted > 0
+
+
+def test_lower_ranks_go_first() -> None:
+    for seed in range(6):
+        cluster = Cluster(seed, stages=2, pools=[3000] * 2, rows=1, budget=BUDGET)
+        for seq in range(6):
+            cluster.submit(seq, tuple(range(seq * 100, seq * 100 + 50)), 3, rank=-(seq // 2))
+        for seq, rank in itertools.product(range(6), range(2)):
+            cluster.build(seq, rank)
+        _rest(cluster)
+        # Who came first is on its way before the others were heard of.
+        assert sorted(cluster.order) == list(range(6))
+        assert [s // 2 for s in cluster.order if s != cluster.order[0]] == sorted(
+            (s // 2 for s in cluster.order if s != cluster.order[0]), reverse=True
+        )
+
+
+@pytest.mark.parametrize("interval", [0, 3])
+def test_decode_waves_between_prefill_waves(interval: int) -> None:
+    """While somebody decodes, each wave of prompts is followed by `interval` decode waves."""
+    cluster = Cluster(3, stages=2, pools=[3000] * 2, budget=BUDGET, interval=interval)
+    cluster.submit(0, (1, 2, 3), 200)
+    cluster.submit(1, tuple(range(100, 100 + 12 * BUDGET)), 1)
+    _rest(cluster)
+    kinds = "".join("p" if isinstance(d, Prefill) else "d" for d in cluster.waves)
+    between = [len(run) for run in kinds[kinds.index("d") : kinds.rindex("p")].split("p")]
+    assert len(between) >= 10 and kinds.count("d") > 190
+    if interval:
+        assert set(between[1:]) == {interval}
+    else:
+        assert max(between) == 1

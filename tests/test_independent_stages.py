@@ -1,7 +1,7 @@
 """What ends a stock pipeline within a second, all at once on one server, and its answers stay right.
 
-The stages' pools differ, each stage at random reuses less than the others or less than it could, and a foreign
-thread splits and reorders one stage's tree.
+The stages' pools differ, each stage at random reuses less than the others or less than it could, and a
+foreign thread splits and reorders the tree of each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_wavepp.launch.server import Server, ServerError
 
 POOLS = [4000, 3000]
 
-DISTURB = '''
+DISTURB = """
 import os, random, threading
 try:
     from sglang_wavepp.member import Member
@@ -54,9 +54,9 @@ if Member is not None:
         threading.Thread(target=hammer, args=(tree, guard), daemon=True).start()
 
     LeaseTable.acquire, Member.__init__ = shorter, disturbed
-'''
-"""Put into every process of the server. The foreign thread may lock only under the guard: whoever holds a lock
-without being in the ledger takes room that was promised."""
+"""
+"""Put into every process of the server. The foreign thread may lock only under the guard: whoever holds a
+lock without being in the ledger takes room that was promised."""
 
 
 @pytest.fixture(scope="module")
