@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import requests
-from conftest import start
+from conftest import start, statistics
 
 from sglang_wavepp.launch.server import Server, ServerError
 from sglang_wavepp.leader import Leader, Limits
@@ -113,12 +113,24 @@ def _runs(process: psutil.Process) -> bool:
 
 @contextmanager
 def _faulty(
-    model: Path, folder: Path, *, stall: int = LIMIT_S, flags: tuple[str, ...] = (), wrap: str = ""
+    model: Path,
+    folder: Path,
+    *,
+    stall: int = LIMIT_S,
+    flags: tuple[str, ...] = (),
+    wrap: str = "",
+    dumps: bool = False,
 ) -> Iterator[Faulty]:
-    """`wrap` is a shell command line that runs the server's own, "$@"."""
+    """`wrap` is a shell command line that runs the server's own, "$@".
+
+    With `dumps` SGLang's main process pauses before it ends the server, and then for a minute, as it does by
+    default.
+    """
     (folder / "sitecustomize.py").write_text(CHANGED_EXECUTOR)
     bounds = ("--wavepp-heartbeat-timeout", str(LIMIT_S), "--wavepp-stall-timeout", str(stall))
     env = {"PYTHONPATH": str(folder), "SGLANG_HEALTH_CHECK_TIMEOUT": "3"}
+    for kind in ("PYSPY_DUMP", "CUDA_COREDUMP"):
+        env[f"SGLANG_{kind}_BEFORE_CRASH"] = str(int(dumps))
     server = start(model, folder / "server.log", pp_size=2, wavepp=True, flags=(*bounds, *flags), env=env)
     if wrap:
         server.command = ["sh", "-c", wrap, "sh", *server.command]
@@ -148,9 +160,10 @@ def _clients(server: Server, count: int, tokens: int = 4000) -> Iterator[list[Fu
         yield [pool.submit(server.post, "/generate", _body(i, tokens), BOUND) for i in range(count)]
 
 
-def _log_entries(server: Server) -> int:
-    """How far stage 0 has come: it changes while requests run."""
-    return int(server.get("/server_info")["internal_states"][0]["wavepp"]["decode_waves"])
+def _waves(server: Server) -> int:
+    """Waves so far."""
+    counted = statistics(server)
+    return int(counted["prefill_waves"] + counted["decode_waves"])
 
 
 def _refused(clients: list[Future[object]]) -> None:
@@ -160,7 +173,7 @@ def _refused(clients: list[Future[object]]) -> None:
 
 
 def test_slow_stage_is_waited_for_and_a_hung_one_is_not(model: Path, stock: Server, tmp_path: Path) -> None:
-    with _faulty(model, tmp_path) as faulty:
+    with _faulty(model, tmp_path, dumps=True) as faulty:
         server = faulty.server
         faulty.switch("slow", 1)
         began = time.monotonic()
@@ -211,9 +224,9 @@ def test_stopped_stage_ends_the_server(model: Path, tmp_path: Path, stage: int, 
             os.kill(pid, signal.SIGCONT)
         assert [len(c.result()["output_ids"]) for c in clients] == [4, 4]  # type: ignore[index]
         if stage == 0:
+            before = _waves(server)
             with _clients(server, 4) as clients:
-                before = _log_entries(server)
-                _wait(lambda: _log_entries(server) > before, "load")
+                _wait(lambda: _waves(server) > before, "load")
                 os.kill(pid, signal.SIGSTOP)
             _refused(clients)
         else:
@@ -221,6 +234,47 @@ def test_stopped_stage_ends_the_server(model: Path, tmp_path: Path, stage: int, 
             assert _health(server) != 200
         why = faulty.ended()
     assert why.startswith(f"stage {witness} ends the server: stage {stage} was silent for "), why
+
+
+def test_a_death_is_noticed_by_a_stage_that_waits_for_activations(model: Path, tmp_path: Path) -> None:
+    with _faulty(model, tmp_path, stall=600) as faulty:
+        faulty.switch("lose", 0)
+        before = _waves(faulty.server)
+        with _clients(faulty.server, 2) as clients:
+            _wait(lambda: _waves(faulty.server) > before, "load")
+            os.kill(faulty.stages[0], signal.SIGKILL)
+        _refused(clients)
+        why = faulty.ended()
+    assert why == f"stage 1 ends the server: the process of stage 0 (pid {faulty.stages[0]}) is gone"
+
+
+def test_killed_main_process_leaves_no_stage_behind(model: Path, tmp_path: Path) -> None:
+    """Not even one that waits for activations."""
+    with _faulty(model, tmp_path, stall=600) as faulty:
+        faulty.switch("lose", 0)
+        before = _waves(faulty.server)
+        with _clients(faulty.server, 2) as clients:
+            _wait(lambda: _waves(faulty.server) > before, "load")
+            os.kill(faulty.server.pid, signal.SIGKILL)
+        _refused(clients)
+        faulty.ended()
+
+
+def test_a_full_disk_keeps_nobody_from_serving_nor_from_ending(model: Path, tmp_path: Path) -> None:
+    """Nothing can be logged, and SGLang fails when it wants to dump requests before it ends."""
+    flags = ("--log-requests", "--crash-dump-folder", "/proc/nowhere")
+    with _faulty(model, tmp_path, flags=flags, wrap='exec "$@" >/dev/full 2>&1') as faulty:
+        server = faulty.server
+        with _clients(server, 4, tokens=8) as clients:
+            pass
+        assert [len(c.result()["output_ids"]) for c in clients] == [8] * 4  # type: ignore[index]
+        assert _health(server) == 200
+        before = _waves(server)
+        with _clients(server, 4) as clients:
+            _wait(lambda: _waves(server) > before, "load")
+            os.kill(faulty.stages[1], signal.SIGSTOP)
+        _refused(clients)
+        assert faulty.ended() == ""
 
 
 # --- how a stage leaves, without a server --------------------------------------------------------
@@ -452,7 +506,12 @@ def test_waves_whose_outputs_never_come_end_the_server(watched: Callable[..., Wa
     stage = watched(0, stall_timeout=0.5, heartbeat_timeout=1.0)
     began = time.monotonic()
     waves = iter(range(1 << 30))
-    why = stage.ends(lambda: f"running wave {next(waves)}" if time.monotonic() < began + 3.0 else "")
+
+    def doing() -> str:
+        stage.progress.at("")  # stage 0's loop has looked at its inbox, and sleeps again
+        return f"running wave {next(waves)}" if time.monotonic() < began + 3.0 else ""
+
+    why = stage.ends(doing)
     assert time.monotonic() - began > 4.5
     assert why.startswith("waves are under way, but no stage has moved for "), why
     assert why.endswith(": stage 0 is idle at log entry 7; stage 1 is idle at log entry 3"), why

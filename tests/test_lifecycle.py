@@ -39,17 +39,12 @@ def test_idle_stages_sleep(wave4: Server) -> None:
 
 def _kill_and_check(server: Server, victim: int) -> None:
     os.kill(server.scheduler_pids()[victim], signal.SIGKILL)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 30.0
     with pytest.raises(ServerError):
         while time.monotonic() < deadline:
             server.check()
             threading.Event().wait(0.05)
     assert f"the process of stage {victim} " in server.log_path.read_text()
-
-
-def test_killed_stage_ends_the_server(model: Path, tmp_path: Path) -> None:
-    with start(model, tmp_path / "killed.log", pp_size=2, wavepp=True) as server:
-        _kill_and_check(server, 0)
 
 
 def _changed_sglang(tmp_path: Path) -> dict[str, str]:
