@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -180,6 +181,43 @@ def test_options_of_ordinary_servers_are_given_freely(argv: list[str], model: st
     refusals.check_given(prepare_server_args(["--model-path", model, "--wavepp", "--pp-size", "2", *argv]))
 
 
+SERVED: dict[str, tuple[str, str]] = {
+    "overlap schedule, which SGLang turns off": ("", "test_oracle.py::test_answers_equal_plain_sglang"),
+    "static LoRA adapters": (
+        "--lora-paths a=/a b=/b --max-loras-per-batch 3",
+        "test_lora.py::test_answers_and_reuse_equal_plain_sglang",
+    ),
+    "grammars": ("--grammar-backend xgrammar", "test_parity.py::test_same_answer"),
+    "retraction": ("--max-total-tokens 10000", "test_oracle.py::test_retraction_keeps_answers"),
+    "order of arrival": ("--schedule-policy fcfs", "test_oracle.py::test_answers_equal_plain_sglang"),
+    "no radix cache, input embeddings": (
+        "--disable-radix-cache",
+        "test_no_radix_cache.py::test_answers_equal_plain_sglang",
+    ),
+    "pages": ("--page-size 16", "test_oracle.py::test_answers_equal_plain_sglang"),
+    "logprobs": ("", "test_parity.py::test_logprobs"),
+    "health answers": ("", "test_parity.py::test_health_generate_answers_idle_and_busy"),
+    "flush and pause": ("", "test_parity.py::test_flush_and_pause"),
+    "custom logit processors": (
+        "--enable-custom-logit-processor",
+        "test_parity.py::test_custom_logit_processor",
+    ),
+    "penalties": ("", "test_parity.py::test_same_answer"),
+    "metrics": ("--enable-metrics", "test_oracle.py::test_metrics_of_all_stages"),
+}
+"""Feature -> flags, and the test that runs it on a real server."""
+
+
+@pytest.mark.parametrize("feature", SERVED)
+def test_what_is_served_is_accepted_and_has_a_test(feature: str, start: Callable[..., Any]) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    flags, (file, name) = SERVED[feature][0], SERVED[feature][1].split("::")
+    record = start(*flags.split())
+    assert config_of(record) is not None and resolving_view(record).disable_overlap_schedule
+    assert f"def {name}(" in Path(__file__).with_name(file).read_text()
+
+
 def test_without_wavepp_nothing_is_refused(start: Callable[..., Any]) -> None:
     record = start("--enable-mixed-chunk", "--schedule-policy", "lpm", base=())
     assert record.enable_mixed_chunk
@@ -197,25 +235,37 @@ def test_the_engine_gets_an_exception(model: str) -> None:
 # --- what is refused -------------------------------------------------------------------------
 
 MATRIX = """
+    # speculative decoding
     --speculative-algorithm EAGLE
     --speculative-algorithm NGRAM
+    # LoRA that comes and goes
     --enable-lora-overlap-loading
     --lora-drain-wait-threshold 1.5
+    # embeddings and rewards
     --is-embedding
+    # attention DP, replicas
     --attn-dp-size 2
     --enable-dp-attention
     --dp-size 2
+    --enable-prefill-delayer
+    # tiers
     --enable-hierarchical-cache
     --hicache-storage-backend file
     --enable-lmcache
     --enable-flexkv
     --enable-unified-cache-external-linker
     --radix-cache-backend custom
+    # disaggregation
     --disaggregation-mode prefill
     --disaggregation-mode decode
     --enable-pd-role-switch
+    --enable-pdmux
+    --encoder-only
+    --language-only
+    # sessions
     --enable-streaming-session
     --enable-session-radix-cache
+    # scheduling
     --enable-mixed-chunk
     --schedule-policy lpm
     --schedule-policy dfs-weight
@@ -225,11 +275,28 @@ MATRIX = """
     --schedule-policy lof
     --retraction-policy priority
     --schedule-conservativeness 0.3
+    --enable-dynamic-chunking
+    --prefill-decode-interval 4
+    --num-continuous-decode-steps 2
+    --min-free-slots-delay 4
+    --pp-async-batch-depth 1
+    --scheduler-recv-interval 2
+    --sleep-on-idle
+    --enable-two-batch-overlap
+    --chunked-prefill-size -1
+    # pools and caches
     --enable-hisparse
     --enable-unified-memory
     --enable-page-major-kv-layout
     --max-mamba-cache-size 8
     --swa-full-tokens-ratio 0.5
+    --kv-events-config {}
+    --load-publish-endpoint auto
+    --enable-memory-saver
+    --radix-eviction-policy lfu
+    --strip-thinking-cache
+    --kv-canary log
+    # tensor, expert and context parallelism, several hosts
     --tp-size 2
     --ep-size 2
     --moe-a2a-backend deepep
@@ -240,45 +307,29 @@ MATRIX = """
     --enable-prefill-cp
     --enable-kv-cache-sharding
     --nnodes 2
-    --enable-dynamic-chunking
-    --prefill-decode-interval 4
-    --num-continuous-decode-steps 2
-    --enable-prefill-delayer
-    --min-free-slots-delay 4
-    --pp-async-batch-depth 1
-    --scheduler-recv-interval 2
-    --sleep-on-idle
+    # other kinds of requests and answers
     --dllm-algorithm LowConfidence
-    --enable-pdmux
-    --enable-two-batch-overlap
-    --use-ray
-    --encoder-only
-    --language-only
     --enable-multimodal
-    --kv-events-config {}
-    --load-publish-endpoint auto
     --enable-return-hidden-states
     --return-hidden-states-mode last
     --enable-return-routed-experts
-    --enable-memory-saver
-    --enable-deterministic-inference
+    # other fronts and processes
+    --use-ray
     --tokenizer-worker-num 2
     --grpc-port 42011
     --smg-grpc-mode
-    --radix-eviction-policy lfu
-    --strip-thinking-cache
-    --kv-canary log
+    # what nobody has tested
+    --enable-deterministic-inference
     --enable-forward-pass-metrics
     --enable-torch-compile
     --enable-watermark
     --model-impl transformers
-    --chunked-prefill-size -1
     --device npu
     --load-format flash_rl
 """
 
 
-@pytest.mark.parametrize("row", [row.strip() for row in MATRIX.split("\n") if row.strip()])
+@pytest.mark.parametrize("row", [row for row in map(str.strip, MATRIX.split("\n")) if row.startswith("--")])
 def test_each_row_of_the_matrix_is_refused(row: str, refused: Callable[..., str]) -> None:
     line = refused(*row.split())
     flag = row.split()[0]
@@ -307,10 +358,16 @@ def test_preemption_is_refused(refused: Callable[..., str]) -> None:
     assert "in the order of arrival" in refused("--enable-priority-scheduling")
 
 
-def test_adapters_that_would_be_swapped_are_refused(refused: Callable[..., str]) -> None:
-    paths = ["a=/a", "b=/b", "c=/c"]
-    line = refused("--lora-paths", *paths, "--max-loras-per-batch", "3")
-    assert line.startswith("error: WavePP needs --max-loras-per-batch 4 for 3 --lora-paths: ")
+COMBINATIONS = {
+    "--lora-paths a=/a b=/b c=/c --max-loras-per-batch 3": "--max-loras-per-batch 4 for 3 --lora-paths",
+    "--enable-lora --max-lora-rank 8 --lora-target-modules all": "--lora-paths for --enable-lora",
+}
+"""Flags -> what WavePP needs instead."""
+
+
+@pytest.mark.parametrize("row", COMBINATIONS)
+def test_combinations_are_refused(row: str, refused: Callable[..., str]) -> None:
+    assert refused(*row.split()).startswith(f"error: WavePP needs {COMBINATIONS[row]}: ")
 
 
 @pytest.mark.parametrize(
@@ -418,6 +475,7 @@ def test_the_last_look_is_right_before_the_launch(
         ("qwen3_next", "Qwen3NextForCausalLM", "models with recurrent layers"),
         ("falcon_h1", "FalconH1ForCausalLM", "models with recurrent layers"),
         ("gpt_oss", "GptOssForCausalLM", "models with sliding-window layers"),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", "DeepSeek V4"),
     ],
 )
 def test_models_that_cannot_reuse_plain_prefixes_are_refused(
@@ -446,15 +504,64 @@ def test_models_with_full_attention_are_accepted(model_type: str, architecture: 
 
 def resolved_model(folder: Path, model_type: str, architecture: str) -> Callable[[], None]:
     """Resolution of a server for a model of which there is only a configuration, with default sizes."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(model_type)
-    config.architectures = [architecture]
-    config.save_pretrained(folder)
+    model_config(model_type, architecture, folder)
     record = engine_args(
         model_path=str(folder), device="cpu", pp_size=2, skip_tokenizer_init=True, mem_fraction_static=0.5
     )
     return record.resolve_once
+
+
+def model_config(model_type: str, architecture: str, folder: Path) -> None:
+    """Write the configuration of a model, with default sizes."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type).to_dict() | {"architectures": [architecture]}
+    if model_type == "deepseek_v4":
+        config |= {"compress_ratios": [4] * config["num_hidden_layers"]}  # transformers keeps them elsewhere
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# --- requests --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("session_params", {"id": "s"}, "'session_params'"),
+        ("mm_inputs", {"mm_items": []}, "'mm_inputs'"),
+        ("token_indices_to_pool", [0], "'token_indices_to_pool'"),
+        ("kv_hints", {}, "'kv_hints'"),
+        ("beam_width", 2, "beam search"),
+    ],
+)
+def test_request_fields_that_cannot_be_carried_are_refused_by_name(
+    field: str, value: Any, named: str
+) -> None:
+    """The server makes a 400 of it; see also test_parity.py."""
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_wavepp.codec import CannotCarryError, encode_request, strip_unsupported
+
+    request = TokenizedGenerateReqInput(
+        input_text=None,
+        input_ids=None,
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=SamplingParams(),
+        return_logprob=False,
+        logprob_start_len=0,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+    )
+    encode_request(request)
+    setattr(request.sampling_params if field == "beam_width" else request, field, value)
+    with pytest.raises(CannotCarryError, match=f"^WavePP does not support .*{named} yet$"):
+        encode_request(request)
+    strip_unsupported(request)
+    encode_request(request)
 
 
 # --- the CPU platform and a real process -----------------------------------------------------
@@ -471,17 +578,57 @@ def test_stages_on_the_cpu_platform_get_their_cores(
     assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == "0|0"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["-m", "sglang.launch_server"], ["-c", "from sglang.cli.main import main; main()", "serve"]],
-    ids=["launch_server", "serve"],
-)
-def test_a_real_process_says_it_in_one_line(command: list[str], model: str) -> None:
-    argv = [*command, "--model-path", model, "--device", "cpu", "--port", "42013", "--wavepp"]
-    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=300)
+LAUNCH = ("-m", "sglang.launch_server")
+PROCESSES: dict[str, tuple[tuple[str, ...], str, dict[str, str], str]] = {
+    "one stage": (
+        ("-c", "from sglang.cli.main import main; main()", "serve"),
+        "--pp-size 1",
+        {},
+        "--wavepp needs --pp-size 2 or more: with one stage",
+    ),
+    "a flag": (LAUNCH, "--enable-mixed-chunk", {}, "WavePP does not support --enable-mixed-chunk yet: "),
+    "a flag that SGLang turned on": (
+        LAUNCH,
+        "",
+        {"SGLANG_GRPC_PORT": "42012"},
+        "WavePP does not support --grpc-port yet, which SGLang turned on for this model or environment: ",
+    ),
+    "a variable": (
+        LAUNCH,
+        "",
+        {"SGLANG_RADIX_FORCE_MISS": "1"},
+        "WavePP does not support SGLANG_RADIX_FORCE_MISS=1 yet: ",
+    ),
+    "a model": (
+        LAUNCH,
+        "--skip-tokenizer-init --model-path {sliding}",
+        {},
+        "WavePP does not support models with sliding-window layers yet (--model-path, GptOssForCausalLM): ",
+    ),
+    "a combination": (
+        LAUNCH,
+        "--lora-paths a=/a b=/b --max-loras-per-batch 2",
+        {},
+        "WavePP needs --max-loras-per-batch 3 for 2 --lora-paths: ",
+    ),
+}
+"""Kind of refusal -> command, flags, environment, and how the line begins."""
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_a_real_process_says_it_in_one_line(kind: str, model: str, tmp_path: Path) -> None:
+    command, flags, environment, text = PROCESSES[kind]
+    model_config("gpt_oss", "GptOssForCausalLM", tmp_path)
+    argv = ["--model-path", model, "--device", "cpu", "--port", "42013", "--mem-fraction-static", "0.5"]
+    argv += ["--wavepp", "--pp-size", "2", *flags.format(sliding=tmp_path).split()]
+    done = subprocess.run(
+        [sys.executable, *command, *argv],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    lines = [
-        line for line in done.stderr.splitlines() if line.startswith("error") or "wavepp" in line.lower()
-    ]
-    assert lines == ["error: --wavepp needs --pp-size 2 or more: with one stage there is nothing to pipeline"]
+    (line,) = [x for x in (done.stdout + done.stderr).splitlines() if x.lower().startswith("error")]
+    assert line.startswith(f"error: {text}")
