@@ -79,7 +79,8 @@ class Wave:
                     self._turn()
                     if time.monotonic() - self._ticked > self._tick_s:
                         self._tick()
-                        self._check_limits()
+                        if self._resumed < self._ticked:
+                            self._check_limits()
             self._watch.close()
             self._plane.close()
         except WavePPError as error:
