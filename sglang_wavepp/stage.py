@@ -79,8 +79,13 @@ class Stage:
             # The WAVE thread goes on: others hear from this stage to the last, and do not take it for silent.
             reason = str(error)
             if not isinstance(error, WavePPError):
-                logger.exception("Loop of stage %d failed", self.rank)
-                reason = f"its loop failed, {self.loop.progress.doing}: {type(error).__name__}: {error}"
+                # A receive fails when its peer dies, and a moment before that is seen.
+                gone = self.wave.watch.gone(within=1.0)
+                if gone is None:
+                    logger.exception("Loop of stage %d failed", self.rank)
+                reason = (
+                    gone or f"its loop failed, {self.loop.progress.doing}: {type(error).__name__}: {error}"
+                )
             self.loop.progress.at("ending the server", long=True)
             end_server(self.rank, reason)
         self.wave.stop()

@@ -115,12 +115,12 @@ class PeerWatch:
         """Text for a descriptor that became readable, or None if it is not of this watch."""
         return f"{self._names[fd]} is gone" if fd in self._names else None
 
-    def gone(self) -> str | None:
-        """The same for a process that has ended by now, or None."""
+    def gone(self, within: float = 0.0) -> str | None:
+        """The same for a process that has ended by now, or ends within so many seconds; or None."""
         poller = select.poll()
         for fd in self._names:
             poller.register(fd, select.POLLIN)
-        return next((self.describe(fd) for fd, _ in poller.poll(0)), None)
+        return next((self.describe(fd) for fd, _ in poller.poll(within * 1000)), None)
 
     def close(self) -> None:
         """Stop watching."""

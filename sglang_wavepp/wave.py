@@ -47,7 +47,7 @@ class Wave:
         self.stage = stage
         self.mail = Mailbox()
         self._plane = plane
-        self._watch = PeerWatch(peers)
+        self.watch = PeerWatch(peers)
         self._seen = dict.fromkeys(peers, time.monotonic())
         self._said = dict.fromkeys(peers, "")
         self._stop = False
@@ -69,7 +69,7 @@ class Wave:
         try:
             with DynamicGradMode():
                 poller = zmq.Poller()
-                for source in (self._plane.control, self._plane.bulk, self.mail.fd, *self._watch.fds):
+                for source in (self._plane.control, self._plane.bulk, self.mail.fd, *self.watch.fds):
                     poller.register(source, zmq.POLLIN)
                 self._register(poller)
                 while not self._stop:
@@ -81,7 +81,7 @@ class Wave:
                         self._tick()
                         if self._resumed < self._ticked:
                             self._check_limits()
-            self._watch.close()
+            self.watch.close()
             self._plane.close()
         except WavePPError as error:
             if not self.stage.leaving:
@@ -107,7 +107,7 @@ class Wave:
             self.stage.guard.release()
 
     def _watch_on(self) -> None:
-        gone = self._watch.gone()
+        gone = self.watch.gone()
         if gone is not None and not self.stage.leaving:
             raise ProtocolError(gone)
         for rank in self._plane.overhear():
@@ -144,7 +144,7 @@ class Wave:
 
     def _check_peers(self, ready: list[tuple[Any, int]], poller: zmq.Poller) -> None:
         for source, _ in ready:
-            gone = self._watch.describe(source) if isinstance(source, int) else None
+            gone = self.watch.describe(source) if isinstance(source, int) else None
             if gone is None:
                 continue
             if not self.stage.leaving:

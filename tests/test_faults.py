@@ -252,6 +252,7 @@ def test_a_death_is_noticed_by_a_stage_that_waits_for_activations(model: Path, t
         _refused(clients)
         why = faulty.ended()
     assert why == f"stage 1 ends the server: the process of stage 0 (pid {faulty.stages[0]}) is gone"
+    assert "Loop of stage 1 failed" not in faulty.server.log_path.read_text()
 
 
 def test_killed_main_process_leaves_no_stage_behind(model: Path, tmp_path: Path) -> None:
