@@ -85,6 +85,13 @@ class Faulty:
         file = self._faults / f"{fault}-{stage}"
         file.touch() if on else file.unlink()
 
+    def fill_disk(self) -> int:
+        """From now on nobody can write to the log. Returns its size in bytes."""
+        size = self.server.log_path.stat().st_size
+        for process in self._processes:
+            process.rlimit(psutil.RLIMIT_FSIZE, (size, size))
+        return size
+
     def ended(self) -> str:
         """Wait for the end of every process. Returns why WavePP ended the server, in its one line."""
         _wait(lambda: not any(map(_runs, self._processes)), f"the end of {self._processes}")
@@ -118,22 +125,15 @@ def _faulty(
     *,
     stall: int = LIMIT_S,
     flags: tuple[str, ...] = (),
-    wrap: str = "",
     dumps: bool = False,
 ) -> Iterator[Faulty]:
-    """`wrap` is a shell command line that runs the server's own, "$@".
-
-    With `dumps` SGLang's main process pauses before it ends the server, and then for a minute, as it does by
-    default.
-    """
+    """With `dumps` SGLang pauses before it ends the server, and then for a minute, as it does by default."""
     (folder / "sitecustomize.py").write_text(CHANGED_EXECUTOR)
     bounds = ("--wavepp-heartbeat-timeout", str(LIMIT_S), "--wavepp-stall-timeout", str(stall))
     env = {"PYTHONPATH": str(folder), "SGLANG_HEALTH_CHECK_TIMEOUT": "3"}
     for kind in ("PYSPY_DUMP", "CUDA_COREDUMP"):
         env[f"SGLANG_{kind}_BEFORE_CRASH"] = str(int(dumps))
     server = start(model, folder / "server.log", pp_size=2, wavepp=True, flags=(*bounds, *flags), env=env)
-    if wrap:
-        server.command = ["sh", "-c", wrap, "sh", *server.command]
     with server:
         yield Faulty(server, folder)
 
@@ -270,8 +270,8 @@ def test_killed_main_process_leaves_no_stage_behind(model: Path, tmp_path: Path)
 def test_a_full_disk_keeps_nobody_from_serving_nor_from_ending(model: Path, tmp_path: Path) -> None:
     """Nothing can be logged, and SGLang fails when it wants to dump requests before it ends."""
     flags = ("--log-requests", "--crash-dump-folder", "/proc/nowhere")
-    with _faulty(model, tmp_path, flags=flags, wrap='exec "$@" >/dev/full 2>&1') as faulty:
-        server = faulty.server
+    with _faulty(model, tmp_path, flags=flags) as faulty:
+        server, size = faulty.server, faulty.fill_disk()
         with _clients(server, 4, tokens=8) as clients:
             pass
         assert [len(c.result()["output_ids"]) for c in clients] == [8] * 4  # type: ignore[index]
@@ -282,6 +282,7 @@ def test_a_full_disk_keeps_nobody_from_serving_nor_from_ending(model: Path, tmp_
             os.kill(faulty.stages[1], signal.SIGSTOP)
         _refused(clients)
         assert faulty.ended() == ""
+        assert server.log_path.stat().st_size == size
 
 
 # --- how a stage leaves, without a server --------------------------------------------------------
