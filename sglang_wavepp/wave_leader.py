@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 import zmq
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenizedEmbeddingReqInput,
@@ -21,6 +22,11 @@ from sglang.srt.managers.io_struct import (
     LoadLoRAAdapterFromTensorsReqInput,
     LoadLoRAAdapterReqInput,
     LoadLoRAAdapterReqOutput,
+    OpenSessionReqInput,
+    OpenSessionReqOutput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     sock_recv,
@@ -264,8 +270,19 @@ class LeaderWave(Wave):
         elif isinstance(request, LoadLoRAAdapterReqInput | LoadLoRAAdapterFromTensorsReqInput):
             refusal = "WavePP does not load LoRA adapters at run time yet; name them with --lora-paths"
             self._answer(request, LoadLoRAAdapterReqOutput(success=False, error_message=refusal))
+        elif isinstance(request, OpenSessionReqInput):
+            logger.error("WavePP does not support sessions yet: the session was not opened")
+            self._answer(request, OpenSessionReqOutput(session_id=request.session_id, success=False))
+        elif isinstance(request, ResumeMemoryOccupationReqInput) and not self._released(request):
+            logger.error("resume_memory_occupation: nothing of it was released")
+            self._answer(request, ResumeMemoryOccupationReqOutput())
         else:
             self._control(request)
+
+    def _released(self, request: ResumeMemoryOccupationReqInput) -> bool:
+        """Is the memory released that the request wants back? SGLang would fail otherwise."""
+        released: set[str] = self.stage.scheduler.weight_updater.offload_tags
+        return released.issuperset(request.tags or GPU_MEMORY_ALL_TYPES)
 
     def _control(self, request: Any) -> None:
         try:
@@ -368,7 +385,8 @@ class LeaderWave(Wave):
     def _start_control(self) -> None:
         """Hand the next control request to the loop. Admission stands still from here until it is over.
 
-        A flush that may wait for idleness is passed over until then, or until its time is up.
+        A flush that may wait for idleness is passed over until then, or until its time is up. Before memory
+        is released the running requests are finished, and meanwhile nobody is admitted.
         """
         if self._control_running:
             return
@@ -376,13 +394,19 @@ class LeaderWave(Wave):
         idle = self.leader.idle or (paused and self.leader.settled)
         now = time.monotonic()
         for request, since in self._controls:
+            if isinstance(request, ReleaseMemoryOccupationReqInput):
+                self.leader.barrier(True, give_back=True)
+                if self.leader.settled:
+                    idle = True
+                    break
+                continue
             wait = (request.timeout_s or 0.0) if isinstance(request, FlushCacheReqInput) else 0.0
             if idle or now - since >= wait:
                 break
         else:
             return
         self._controls.remove((request, since))
-        if wait:
+        if isinstance(request, FlushCacheReqInput):
             request.timeout_s = 0.0  # the waiting is over: the stages answer at once
         self.leader.barrier(True)
         self._control_running = True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,14 @@ def statistics(server: Server) -> dict[str, Any]:
     """A WavePP server's counters, and what its stage 0 holds now."""
     wavepp: dict[str, Any] = server.get("/server_info")["internal_states"][0]["wavepp"]
     return wavepp
+
+
+def eventually(condition: Callable[[], bool], bound: float = 60.0) -> None:
+    """Wait until something is so, for at most `bound` seconds."""
+    deadline = time.monotonic() + bound
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        threading.Event().wait(0.02)
 
 
 @pytest.fixture(scope="session")

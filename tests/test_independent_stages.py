@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import start, statistics
+from soak import Soak, sessions
 from test_oracle import VOCABULARY, Answer, generate, outputs, replay
 
 from sglang_wavepp.launch.server import Server, ServerError
@@ -107,3 +108,13 @@ def test_long_outputs_in_a_tiny_pool(unequal: Server, stock: Server) -> None:
     after = statistics(unequal)
     assert after["retracted"] > 0
     assert after["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
+
+
+def test_three_minutes_of_everything(unequal: Server, stock: Server) -> None:
+    before = statistics(unequal)
+    soak = Soak(unequal, sessions(stock), seed=1)
+    soak.run(180.0)
+    after = statistics(unequal)
+    assert soak.counts["answers"] > 100 and soak.counts["left"] > 5 and soak.counts["flushed"] > 0
+    assert after["retracted"] > before["retracted"]
+    assert after["reused_tokens"] > before["reused_tokens"]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import requests
-from conftest import statistics
+from conftest import eventually, statistics
 
 from sglang_wavepp.launch.server import Server, ServerError
 
@@ -207,24 +204,17 @@ def test_session_request_is_refused_by_name(wave2: Server) -> None:
     assert "session_params" in str(caught.value)
 
 
-def _eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        threading.Event().wait(0.02)
-
-
 def test_abort_by_rid_prefix(wave2: Server) -> None:
     body = {"input_ids": LONG, "sampling_params": _greedy(max_new_tokens=4000)}
     with ThreadPoolExecutor(4) as pool:
         victims = [pool.submit(_ask, wave2, rid=rid, **body) for rid in ("victim", "victim-1", "victim-2")]
         other = pool.submit(_ask, wave2, rid="other", input_ids=LONG, sampling_params=_greedy())
-        _eventually(lambda: statistics(wave2)["running"] >= 3)
+        eventually(lambda: statistics(wave2)["running"] >= 3)
         wave2.post("/abort_request", {"rid": "victim"})
         for victim in victims:
             assert victim.result(BOUND)["meta_info"]["finish_reason"]["type"] == "abort"
         assert other.result(BOUND)["meta_info"]["finish_reason"]["type"] == "length"
-    _eventually(lambda: statistics(wave2)["running"] == 0)
+    eventually(lambda: statistics(wave2)["running"] == 0)
     assert statistics(wave2)["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
 
 
@@ -239,10 +229,10 @@ def test_abort_while_waiting(wave2: Server) -> None:
             )
             for i, p in enumerate(prompts)
         ]
-        _eventually(lambda: statistics(wave2)["waiting"] > 0 and statistics(wave2)["running"] > 0)
+        eventually(lambda: statistics(wave2)["waiting"] > 0 and statistics(wave2)["running"] > 0)
         wave2.post("/abort_request", {"abort_all": True, "rid": ""})
         assert {f.result(BOUND)["meta_info"]["finish_reason"]["type"] for f in asked} == {"abort"}
-    _eventually(lambda: statistics(wave2)["running"] == 0)
+    eventually(lambda: statistics(wave2)["running"] == 0)
     assert statistics(wave2)["held"] == {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
 
 
@@ -250,7 +240,7 @@ def test_client_that_goes_away_frees_its_request(wave2: Server) -> None:
     body = {"input_ids": LONG, "sampling_params": _greedy(max_new_tokens=4000), "stream": True}
     with requests.post(f"{wave2.url}/generate", json=body, stream=True, timeout=BOUND) as answer:
         next(answer.iter_lines())
-    _eventually(lambda: statistics(wave2)["running"] == 0)
+    eventually(lambda: statistics(wave2)["running"] == 0)
 
 
 def test_duplicate_rids_are_two_requests(stock: Server, wave2: Server) -> None:
@@ -284,7 +274,7 @@ def test_flush_and_pause(wave2: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         before = waves()
         asked = pool.submit(_ask, wave2, input_ids=LONG, sampling_params=_greedy(max_new_tokens=300))
-        _eventually(lambda: waves() > before + 10)
+        eventually(lambda: waves() > before + 10)
         wave2.post("/pause_generation", {"mode": "in_place"})
         paused = waves()
         assert waves() == waves() == paused
@@ -297,6 +287,6 @@ def test_health_generate_answers_idle_and_busy(wave2: Server) -> None:
     wave2.get("/health_generate")
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(_ask, wave2, input_ids=LONG, sampling_params=_greedy(max_new_tokens=300))
-        _eventually(lambda: statistics(wave2)["running"] > 0)
+        eventually(lambda: statistics(wave2)["running"] > 0)
         wave2.get("/health_generate")
         asked.result(BOUND)
