@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from array import array
 from typing import Any
 
 import msgspec
@@ -28,8 +29,19 @@ _SAFE_EXTENSIONS = frozenset(
 )
 
 
-_UNSUPPORTED_FIELDS = ("mm_inputs", "session_params", "token_indices_to_pool", "kv_hints")
-"""Fields of a generate request that need more than tokens on every stage."""
+_UNSUPPORTED_FIELDS = (
+    "mm_inputs",
+    "session_params",
+    "token_indices_to_pool",
+    "kv_hints",
+    "input_embeds",
+    "positional_embed_overrides",
+)
+"""Fields of a generate request that need more than tokens on every stage.
+
+Embeddings are among them since SGLang's forward pass fails on them if the model is not in bfloat16, in a
+batch with prompts of tokens, or on a stage without the embedding layer: one request would end the server.
+"""
 
 
 class CannotCarryError(ValueError):
@@ -69,6 +81,8 @@ def strip_unsupported(request: TokenizedGenerateReqInput) -> None:
     """Take out what `encode_request` refuses: SGLang then makes the request that carries the refusal."""
     for field in _UNSUPPORTED_FIELDS:
         setattr(request, field, None)
+    if request.input_ids is None:  # a prompt of embeddings
+        request.input_ids = array("q", [0])
     request.sampling_params.beam_width = None
 
 

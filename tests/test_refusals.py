@@ -190,7 +190,7 @@ SERVED: dict[str, tuple[str, str]] = {
     "grammars": ("--grammar-backend xgrammar", "test_parity.py::test_same_answer"),
     "retraction": ("--max-total-tokens 10000", "test_oracle.py::test_retraction_keeps_answers"),
     "order of arrival": ("--schedule-policy fcfs", "test_oracle.py::test_answers_equal_plain_sglang"),
-    "no radix cache, input embeddings": (
+    "no radix cache": (
         "--disable-radix-cache",
         "test_no_radix_cache.py::test_answers_equal_plain_sglang",
     ),
@@ -531,6 +531,8 @@ def model_config(model_type: str, architecture: str, folder: Path) -> None:
         ("mm_inputs", {"mm_items": []}, "'mm_inputs'"),
         ("token_indices_to_pool", [0], "'token_indices_to_pool'"),
         ("kv_hints", {}, "'kv_hints'"),
+        ("input_embeds", [[0.5]], "'input_embeds'"),
+        ("positional_embed_overrides", {}, "'positional_embed_overrides'"),
         ("beam_width", 2, "beam search"),
     ],
 )
