@@ -24,7 +24,7 @@ _END_S = 8.0
 """What SGLang's main process may take to end the server: it starts with a pause of 5 s, answers nobody
 meanwhile, and then would wait for a core dump of the GPU for a minute, whether or not there will be one."""
 _DUMP_S = 120.0
-"""The same where the operator has made such dumps possible."""
+"""What it gets on top where the operator wants such dumps."""
 
 _lock = threading.Lock()
 _spare_main_process = False
@@ -63,19 +63,23 @@ def _tell(line: str) -> None:
 
 
 def _end_main_process(meanwhile: Callable[[], None] | None) -> None:
+    steps = [(signal.SIGQUIT, _END_S)]
+    if not _spare_main_process:
+        if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") == "1":
+            # Asked a second time it ends without dumps: the first time it may have failed to write them.
+            steps.append((signal.SIGQUIT, _DUMP_S))
+        steps.append((signal.SIGKILL, 0.0))
     parent = _main_process()
-    dumps = os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") == "1"
-    deadline = time.monotonic() + (_DUMP_S if dumps else _END_S)
-    # An orphan has another parent, which is none of ours.
-    if os.getppid() == parent:
-        os.kill(parent, signal.SIGQUIT)
-    while os.getppid() == parent and time.monotonic() < deadline:
-        if meanwhile is not None:
-            with contextlib.suppress(Exception):
-                meanwhile()
-        time.sleep(0.1)
-    if os.getppid() == parent and not _spare_main_process:
-        os.kill(parent, signal.SIGKILL)
+    for signum, patience in steps:
+        if os.getppid() != parent:
+            return  # it is gone: whoever has this orphan now is another process
+        os.kill(parent, signum)
+        deadline = time.monotonic() + patience
+        while os.getppid() == parent and time.monotonic() < deadline:
+            if meanwhile is not None:
+                with contextlib.suppress(Exception):
+                    meanwhile()
+            time.sleep(0.1)
 
 
 def _main_process() -> int:
