@@ -19,9 +19,6 @@ from sglang.srt.managers.io_struct import (
     BatchTokenizedGenerateReqInput,
     FlushCacheReqInput,
     GetInternalStateReq,
-    LoadLoRAAdapterFromTensorsReqInput,
-    LoadLoRAAdapterReqInput,
-    LoadLoRAAdapterReqOutput,
     OpenSessionReqInput,
     OpenSessionReqOutput,
     ReleaseMemoryOccupationReqInput,
@@ -267,9 +264,6 @@ class LeaderWave(Wave):
             logger.error("WavePP serves generation only: an embedding request was dropped")
         elif isinstance(request, GetInternalStateReq):
             self.stage.loop.post(partial(self.stage.loop.local, request))
-        elif isinstance(request, LoadLoRAAdapterReqInput | LoadLoRAAdapterFromTensorsReqInput):
-            refusal = "WavePP does not load LoRA adapters at run time yet; name them with --lora-paths"
-            self._answer(request, LoadLoRAAdapterReqOutput(success=False, error_message=refusal))
         elif isinstance(request, OpenSessionReqInput):
             logger.error("WavePP does not support sessions yet: the session was not opened")
             self._answer(request, OpenSessionReqOutput(session_id=request.session_id, success=False))

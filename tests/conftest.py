@@ -21,6 +21,8 @@ POOL = 10_000
 """KV tokens of a stage: fewer than the context, so that a prompt can be too long for either."""
 BUDGET = 256
 """Tokens of a prefill wave: most prompts need several."""
+INTERVAL = 2
+"""Decode waves between prefill waves, on `wave4`."""
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +102,10 @@ def wave2(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 @pytest.fixture(scope="session")
 def wave4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """WavePP on four stages, KV in pages of 16 tokens, with SGLang's metrics."""
+    """WavePP on four stages, KV in pages of 16 tokens, with SGLang's metrics, priorities, decode interval."""
     log = tmp_path_factory.mktemp("logs") / "wave4.log"
-    flags = ("--enable-metrics",)
+    priority = ("--enable-priority-scheduling", "--disable-priority-preemption")
+    flags = ("--enable-metrics", *priority, "--prefill-decode-interval", str(INTERVAL))
     with start(model, log, pp_size=4, wavepp=True, page_size=16, flags=flags) as server:
         yield server
 

@@ -190,6 +190,14 @@ SERVED: dict[str, tuple[str, str]] = {
     "grammars": ("--grammar-backend xgrammar", "test_parity.py::test_same_answer"),
     "retraction": ("--max-total-tokens 10000", "test_oracle.py::test_retraction_keeps_answers"),
     "order of arrival": ("--schedule-policy fcfs", "test_oracle.py::test_answers_equal_plain_sglang"),
+    "priorities": (
+        "--enable-priority-scheduling --disable-priority-preemption",
+        "test_order.py::test_higher_priorities_go_first",
+    ),
+    "decode waves between prefill waves": (
+        "--prefill-decode-interval 2",
+        "test_order.py::test_decode_waves_between_prefill_waves",
+    ),
     "no radix cache": (
         "--disable-radix-cache",
         "test_no_radix_cache.py::test_answers_equal_plain_sglang",
@@ -276,7 +284,7 @@ MATRIX = """
     --retraction-policy priority
     --schedule-conservativeness 0.3
     --enable-dynamic-chunking
-    --prefill-decode-interval 4
+    --priority-scheduling-preemption-threshold 5
     --num-continuous-decode-steps 2
     --min-free-slots-delay 4
     --pp-async-batch-depth 1
@@ -355,7 +363,7 @@ def test_a_model_without_configuration_is_refused(refused: Callable[..., str]) -
 
 
 def test_preemption_is_refused(refused: Callable[..., str]) -> None:
-    assert "in the order of arrival" in refused("--enable-priority-scheduling")
+    assert "without --disable-priority-preemption" in refused("--enable-priority-scheduling")
 
 
 COMBINATIONS = {
@@ -432,7 +440,6 @@ def test_a_variable_that_sglang_turns_into_a_flag_is_refused(
         ("return_hidden_states_mode", "last"),
         ("uses_mamba_radix_cache", True),
         ("enable_page_major_kv_layout", True),
-        ("prefill_decode_interval", 4),
         ("enable_deterministic_inference", True),
         ("radix_eviction_policy", "lfu"),
         ("disaggregation_mode", "prefill"),
