@@ -46,6 +46,12 @@ class CpuPlatform(CpuSRTPlatform):
         _skip_thread_binding_without_sgl_kernel()
         return "gloo"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def post_load_model(self, model: Any) -> None:
         prepare_scheduler()
 

@@ -432,7 +432,8 @@ class LeaderWave(Wave):
     def _control_over(self) -> None:
         while self.leader.epoch < self.stage.member.epoch:
             self.leader.new_epoch()
-        # A paused server admits nobody, and the waiting hold nothing: weights may change under them.
-        paused = self.stage.scheduler._engine_paused
-        self.leader.barrier(paused, give_back=paused)
+        # A paused server, or one whose memory is released, admits nobody, and the waiting hold nothing.
+        s = self.stage.scheduler
+        closed = bool(s._engine_paused or s.weight_updater.offload_tags)
+        self.leader.barrier(closed, give_back=closed)
         self._control_running = False

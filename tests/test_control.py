@@ -147,9 +147,13 @@ def test_memory_is_released_when_the_running_requests_have_ended(wave2: Server, 
         asked = [pool.submit(generate, wave2, p, 60) for p in prompts]
         eventually(lambda: statistics(wave2)["running"] > 0)
         wave2.post("/release_memory_occupation", {})
-        assert statistics(wave2)["running"] == 0
+        released = statistics(wave2)
+        assert released["running"] == 0 and released["held"] == NOTHING
+        late = pool.submit(generate, wave2, prompts[0][:100], 4)
+        eventually(lambda: statistics(wave2)["waiting"] > 0)
         wave2.post("/resume_memory_occupation", {})
         got = [f.result(120).output for f in asked]
+        assert late.result(120).output == generate(stock, prompts[0][:100], 4).output
     assert got == [generate(stock, p, 60).output for p in prompts]
     _is_empty(wave2)
 
