@@ -219,11 +219,14 @@ def _capture_request(
     """Requests go to admission, not to the stock queue; on stage 0 SGLang's queue limits still apply."""
     stage = scheduler.wavepp
     if stage.rank == 0 and req.to_finish is None:
-        before = list(scheduler.waiting_queue)
+        limited = scheduler.max_queued_requests is not None
+        before = list(scheduler.waiting_queue) if limited else []
         original(scheduler, req, is_retracted)
-        left = {id(waiting) for waiting in scheduler.waiting_queue}
-        stage.intake.displaced = next((waiting for waiting in before if id(waiting) not in left), None)
-        if id(req) not in left:
+        queue = scheduler.waiting_queue
+        if before:
+            left = set(map(id, queue))
+            stage.intake.displaced = next((waiting for waiting in before if id(waiting) not in left), None)
+        if not queue or queue[-1] is not req:
             return
     stage.intake.capture(req)
 

@@ -21,6 +21,8 @@ POOL = 10_000
 """KV tokens of a stage: fewer than the context, so that a prompt can be too long for either."""
 BUDGET = 256
 """Tokens of a prefill wave: most prompts need several."""
+QUEUED = 8
+"""Waiting requests at most, on `wave4`."""
 INTERVAL = 2
 """Decode waves between prefill waves, on `wave4`."""
 
@@ -105,7 +107,8 @@ def wave4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     """WavePP on four stages, KV in pages of 16 tokens, with SGLang's metrics, priorities, decode interval."""
     log = tmp_path_factory.mktemp("logs") / "wave4.log"
     priority = ("--enable-priority-scheduling", "--disable-priority-preemption")
-    flags = ("--enable-metrics", *priority, "--prefill-decode-interval", str(INTERVAL))
+    limits = ("--max-queued-requests", str(QUEUED), "--prefill-decode-interval", str(INTERVAL))
+    flags = ("--enable-metrics", *priority, *limits)
     with start(model, log, pp_size=4, wavepp=True, page_size=16, flags=flags) as server:
         yield server
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import base64
-import os
 import random
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from conftest import eventually, start, statistics
+from conftest import eventually, statistics
 from safetensors.torch import load_file
 from test_oracle import VOCABULARY, Answer, generate
 
@@ -208,19 +205,3 @@ def test_aborts_at_random_moments(wave2: Server, stock: Server) -> None:
         assert output == want if kind == "length" else output == want[: len(output)]
         assert kind == "length" or i % 3
     _is_empty(wave2)
-
-
-def test_shutdown_under_load(model: Path, tmp_path: Path) -> None:
-    """SIGTERM while requests run: the server ends by itself, with code 0."""
-    with start(model, tmp_path / "log", pp_size=2, wavepp=True) as server, ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(generate, server, p, 20) for p in _prompts(5, count=4)]
-        eventually(lambda: statistics(server)["running"] > 0)
-        pids = server.scheduler_pids().values()
-        os.kill(server.pid, signal.SIGTERM)
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        eventually(lambda: os.waitid(os.P_PID, server.pid, how) is not None)
-        ended = os.waitid(os.P_PID, server.pid, how)
-        assert ended is not None and (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
-        assert not any(map(psutil.pid_exists, pids))
-        for future in asked:
-            assert future.exception() is not None or len(future.result().output) == 20

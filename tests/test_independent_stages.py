@@ -6,13 +6,16 @@ foreign thread splits and reorders the tree of each.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import start, statistics
+from conftest import eventually, start, statistics
 from soak import Soak, sessions
 from test_oracle import VOCABULARY, Answer, generate, outputs, replay
 
@@ -118,3 +121,20 @@ def test_three_minutes_of_everything(unequal: Server, stock: Server) -> None:
     assert soak.counts["answers"] > 100 and soak.counts["left"] > 5 and soak.counts["flushed"] > 0
     assert after["retracted"] > before["retracted"]
     assert after["reused_tokens"] > before["reused_tokens"]
+
+
+def test_sigterm_under_load(unequal: Server) -> None:
+    """The server ends by itself, with code 0: the last test of this server."""
+    prompts = [[400 + i] * 500 for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(generate, unequal, p, 20) for p in prompts]
+        eventually(lambda: statistics(unequal)["running"] > 0)
+        pids = unequal.scheduler_pids().values()
+        os.kill(unequal.pid, signal.SIGTERM)
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        eventually(lambda: os.waitid(os.P_PID, unequal.pid, how) is not None)
+        ended = os.waitid(os.P_PID, unequal.pid, how)
+        assert ended is not None and (ended.si_code, ended.si_status) == (os.CLD_EXITED, 0)
+        assert not any(map(psutil.pid_exists, pids))
+        for future in asked:
+            assert future.exception() is not None or len(future.result().output) == 20

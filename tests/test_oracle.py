@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-from conftest import statistics
+from conftest import BUDGET, eventually, statistics
 
 from sglang_wavepp.launch.server import Server
 
@@ -98,17 +98,51 @@ def test_metrics_of_all_stages(wave4: Server) -> None:
     assert "sglang:num_running_reqs{" in metrics
 
 
-def test_a_cold_prefix_that_arrives_many_times_is_computed_once(wave2: Server) -> None:
-    rng = random.Random(8)
-    prefix = rng.choices(VOCABULARY, k=1500)
-    prompts = [prefix + [300 + i] * 10 for i in range(12)]
-    wave2.post("/flush_cache")
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda p: generate(wave2, p, 3), prompts))
+TRUNK, LIMB, OWN = 1001, 333, 10
+
+
+def _family(seed: int, branches: int) -> list[list[int]]:
+    """16 prompts with a common beginning, then one of some branches, then tokens of their own."""
+    rng = random.Random(seed)
+    trunk = rng.choices(VOCABULARY, k=TRUNK)
+    limbs = [[1 + b, *rng.choices(VOCABULARY, k=LIMB - 1)] for b in range(branches)]
+    return [trunk + limbs[i % branches] + [100 + i] * OWN for i in range(16)]
+
+
+def _together(server: Server, prompts: list[list[int]]) -> list[Answer]:
+    server.post("/flush_cache")
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda p: generate(server, p, 3), prompts))
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_a_cold_prefix_that_arrives_many_times_is_computed_once(
+    branches: int, wave2: Server, stock: Server
+) -> None:
+    prompts = _family(8, branches)
+    answers = _together(wave2, prompts)
     computed = sum(a.prompt - a.cached for a in answers)
-    block, budget = 64, 256
-    assert computed <= 1500 + 12 * (10 + block) + budget
-    assert [a.output for a in answers] == [generate(wave2, p, 3).output for p in prompts]
+    least = TRUNK + branches * LIMB + 16 * OWN
+    assert least <= computed <= least + BUDGET
+    theirs = _together(stock, prompts)
+    assert [a.output for a in answers] == [a.output for a in theirs]
+    assert sum(a.cached for a in answers) >= sum(a.cached for a in theirs)
+
+
+def test_the_prefix_goes_on_when_its_first_request_is_aborted(wave2: Server) -> None:
+    prompts = _family(9, 1)
+    wave2.post("/flush_cache")
+    before = statistics(wave2)
+    body = {"rid": "first", "input_ids": prompts[0] + [7] * 5000, "sampling_params": {"max_new_tokens": 1}}
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        first = pool.submit(wave2.post, "/generate", body)
+        eventually(lambda: statistics(wave2)["prefill_waves"] > before["prefill_waves"])
+        others = [pool.submit(generate, wave2, p, 3) for p in prompts[1:]]
+        wave2.post("/abort_request", {"rid": "first"})
+        answers = [f.result() for f in others]
+        assert first.result()["meta_info"]["finish_reason"]["type"] == "abort"
+    computed = sum(a.prompt - a.cached for a in answers)
+    assert computed <= TRUNK + LIMB + 15 * OWN + BUDGET
 
 
 def test_more_requests_than_room_all_finish(wave2: Server, stock: Server) -> None:
