@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -255,9 +256,18 @@ class Server:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, from below those that the system gives to outgoing connections.
+
+    The server binds it a minute later: one of those could be taken by then.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise ServerError("of a hundred ports between 20000 and 32000 none is free")
 
 
 def _direct_session() -> requests.Session:
