@@ -99,7 +99,10 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "block_size": Option("Tokens in a block of the index of reusable prefixes.", positive_int, "TOKENS"),
     "stall_timeout": Option(
-        "End the server if a stage makes no progress on a wave for this long.", seconds, "SECONDS"
+        "End the server if a stage makes no progress on a wave for this long. Waiting for activations may take "
+        "as long for each stage before it.",
+        seconds,
+        "SECONDS",
     ),
     "heartbeat_timeout": Option(
         "End the server if nothing is heard from a stage for this long.", seconds, "SECONDS"

@@ -13,6 +13,7 @@ for itself among stages that do not, so everything here that can fail ends the p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pkgutil
 import signal
@@ -73,12 +74,13 @@ def _end_scheduler(error: BaseException) -> NoReturn:
     """Say why on one line, tell the launcher, which ends the server, and leave without any more output."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    print(
-        f"error: WavePP could not be installed in scheduler process {os.getpid()}, so the server ends: "
-        f"{text} ({os.path.basename(place.filename)}:{place.lineno})",
-        file=sys.stderr,
-        flush=True,
-    )
+    with contextlib.suppress(OSError):  # a full disk must not keep the launcher from being told
+        print(
+            f"error: WavePP could not be installed in scheduler process {os.getpid()}, so the server ends: "
+            f"{text} ({os.path.basename(place.filename)}:{place.lineno})",
+            file=sys.stderr,
+            flush=True,
+        )
     os.kill(os.getppid(), signal.SIGQUIT)
     os._exit(1)
 
@@ -140,6 +142,9 @@ def _before_launch(server_args: Any) -> None:
     """Last look, right before SGLang starts processes: some steps of resolution come after the hook above."""
     from sglang_wavepp.launch.refusals import check_given, check_resolved
 
+    if config_of(server_args) is not None and os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+        # SGLang waits a minute for core dumps before it ends a server, whether or not there will be any.
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     # Python code may have resolved the record before the engine loaded this plugin.
     for check in (check_given, check_resolved, _hook_engine):
         _checked(server_args, check)

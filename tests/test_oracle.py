@@ -126,7 +126,8 @@ def test_a_cold_prefix_that_arrives_many_times_is_computed_once(
     assert least <= computed <= least + BUDGET
     theirs = _together(stock, prompts)
     assert [a.output for a in answers] == [a.output for a in theirs]
-    assert sum(a.cached for a in answers) >= sum(a.cached for a in theirs)
+    # Nobody waits for less than a block: a request that comes late may reuse a little less than there is.
+    assert sum(a.cached for a in answers) >= sum(a.cached for a in theirs) - BUDGET
 
 
 def test_the_prefix_goes_on_when_its_first_request_is_aborted(wave2: Server) -> None:
