@@ -99,8 +99,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "block_size": Option("Tokens in a block of the index of reusable prefixes.", positive_int, "TOKENS"),
     "stall_timeout": Option(
-        "End the server if a stage makes no progress on a wave for this long. Waiting for activations may take "
-        "as long for each stage before it.",
+        "End the server if a stage makes no progress on a wave for this long. Waiting for activations may "
+        "take as long for each stage before it.",
         seconds,
         "SECONDS",
     ),
