@@ -160,7 +160,8 @@ def _set_cpu_environment(processes: int) -> None:
 
 
 def _hook_engine(server_args: Any) -> None:
-    """Have the engine check its schedulers as soon as they are ready, and refuse what it cannot pass on.
+    """Have the engine check its schedulers as soon as they are ready, refuse what it cannot pass on, and take
+    only progress for health.
 
     Only now: at registration the engine is not imported yet, and a hook on it would import it for `--help`.
 
@@ -172,7 +173,12 @@ def _hook_engine(server_args: Any) -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks: dict[str, Callable[..., Any]] = {_READY: _wait_for_schedulers}
+    from sglang_wavepp.launch import health
+
+    hooks: dict[str, Callable[..., Any]] = {
+        _READY: _wait_for_schedulers,
+        health.RECEIVE: health.note_message,
+    }
     hooks |= {f"{_CONTROL}.{name}": _refuse_lora_update for name in _LORA_UPDATES}
     before = {target: pkgutil.resolve_name(target) for target in hooks}
     for target, hook in hooks.items():
@@ -181,6 +187,7 @@ def _hook_engine(server_args: Any) -> None:
     for target, function in before.items():
         if pkgutil.resolve_name(target) is function:
             raise ConfigError(f"another plugin hooks {target}, which WavePP needs")
+    health.install()
     _engine_hooked = True
 
 

@@ -27,6 +27,16 @@ INTERVAL = 2
 """Decode waves between prefill waves, on `wave4`."""
 
 
+SHARED_SERVERS = ("test_oracle", "test_parity", "test_control", "test_order", "test_lifecycle")
+"""Files whose tests use the servers of the session: with `pytest -n 2` they belong to one process."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("servers" if name in SHARED_SERVERS else name))
+
+
 @pytest.fixture(scope="module")
 def sglang_with_plugins() -> Iterator[None]:
     """SGLang on the CPU platform, with this plugin loaded. It changes the environment: undo that."""
@@ -108,7 +118,8 @@ def wave4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     log = tmp_path_factory.mktemp("logs") / "wave4.log"
     priority = ("--enable-priority-scheduling", "--disable-priority-preemption")
     limits = ("--max-queued-requests", str(QUEUED), "--prefill-decode-interval", str(INTERVAL))
-    flags = ("--enable-metrics", *priority, *limits)
+    pools = ("--wavepp-pool-tokens", "auto")
+    flags = ("--enable-metrics", *priority, *limits, *pools)
     with start(model, log, pp_size=4, wavepp=True, page_size=16, flags=flags) as server:
         yield server
 
