@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.messages import (
@@ -36,6 +35,7 @@ from sglang_wavepp.messages import (
     Release,
     Ungrow,
 )
+from sglang_wavepp.sharing import Awaited, PromptsInFlight
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +85,10 @@ class Admission:
     """How often its hint was refreshed for this attempt."""
     shares: bool = False
     """It has waited for another's prompt blocks: its hint may be refreshed several times."""
-    awaits: tuple[int, int] | None = None
-    """It waits until another request has computed their common prompt, as (seq, tokens); those behind it may
-    pass."""
+    awaits: Awaited | None = None
+    """It waits until another request has computed their common prompt; those behind it may pass."""
     rounds: int = 0
     retracted: bool = False
-
-
-class _Prompt(NamedTuple):
-    """A prompt, the chained hashes of its full blocks (none if its KV is not shared), and its rank."""
-
-    tokens: Sequence[int]
-    chain: Sequence[int]
-    rank: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,12 +172,10 @@ class Leader:
         """Room became free since the open round began: a refusal in it may be outdated."""
         self._barrier = False
         self._holds_nothing = False
-        self._prompts: dict[int, _Prompt] = {}
-        """Every request that is known."""
+        self._prompts = PromptsInFlight(limits.block, limits.page)
+        self._ranks: dict[int, int] = {}
         self._retractions: dict[int, int] = {}
         """seq -> how often the request had to give its room back while it ran."""
-        self._computing: dict[int, int] = {}
-        """seq -> prompt tokens that every stage has, of committed requests with full blocks to compute."""
         self._position = 0
         """Log position of the latest output."""
         self._unplanned: dict[int, int] = {}
@@ -217,7 +206,8 @@ class Leader:
         `tokens` is its prompt, `chain` the hashes of its full blocks (none if its KV is not to be shared),
         `remaining` the output tokens that it may produce. Requests of a lower `rank` go first.
         """
-        self._prompts[seq] = _Prompt(tokens, chain, rank)
+        self._prompts.add(seq, tokens, chain)
+        self._ranks[seq] = rank
         self._new[seq] = Admission(seq, len(tokens), remaining, self._now(), rank)
 
     def retracted(self, seq: int, length: int, remaining: int) -> None:
@@ -228,8 +218,7 @@ class Leader:
         if seq in self._started:
             self._retractions[seq] = self._retractions.get(seq, 0) + 1
         self._leave(seq)
-        rank = self._prompts[seq].rank
-        again = Admission(seq, length, remaining, self._now(), rank, State.HINTED, retracted=True)
+        again = Admission(seq, length, remaining, self._now(), self._ranks[seq], State.HINTED, retracted=True)
         place = sum(a.retracted for a in self._queue)
         self._queue.insert(place, again)
         self._unblock()
@@ -256,8 +245,7 @@ class Leader:
         self._finished_waves += 1
         self._position = position
         for seq, tokens in computed:
-            if seq in self._computing:
-                self._compute(seq, tokens)
+            self._prompts.advance(seq, tokens)
 
     def want_growth(self, seq: int, until: int) -> None:
         """A running request needs room up to KV length `until`. Goes before new admissions."""
@@ -339,7 +327,7 @@ class Leader:
             self._queue.remove(a)
             self._running[a.seq] = a.until
             self._unplanned[a.seq] = a.length - a.candidate
-            self._compute(a.seq, a.candidate)
+            self._prompts.begin(a.seq, a.candidate)
             waited = self._now() - a.arrived
             self.events.append(
                 Committed(a.seq, self._order, a.candidate, a.length, a.until, a.retracted, a.rounds, waited)
@@ -350,18 +338,18 @@ class Leader:
         room = self.limits.running - len(self._running)
         ahead = self.limits.ahead - sum(self._unplanned.values())
         items: list[Admission] = []
-        computing = list(self._computing.items())
+        held: list[tuple[int, int]] = []
         for a in self._queue:
             if room <= 0 or ahead <= 0 or len(items) >= self.MAX_ROUND:
                 break
             if a is self._blocked or a.state is State.OFFERED:
                 break
             if a.state is State.HINTED and not a.until:
-                a.awaits = self._awaited(a, computing)
+                a.awaits = self._prompts.awaited(a.seq, a.candidate, a.awaits, held)
             if a.awaits:
                 a.asked, a.shares = 0, True
                 continue
-            computing.append((a.seq, a.candidate))
+            held.append((a.seq, a.candidate))
             room -= 1
             ahead -= a.length - a.candidate
             if a.state is State.HINTED:
@@ -392,47 +380,6 @@ class Leader:
             a.hinted_at = self._finished_waves
             a.rounds += 1
         self._send(HintQuery(self.epoch, self._position, [a.seq for a in stale]))
-
-    def _awaited(self, a: Admission, computing: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-        """Whom `a` waits for, since they compute a block that it would have to compute: (seq, tokens).
-
-        `computing` has (seq, prompt tokens computed).
-        """
-        if a.awaits is not None:
-            seq, common = a.awaits
-            if self._computing.get(seq, common) < common:
-                return a.awaits
-        own, first = self._prompts[a.seq], a.candidate // self.limits.block
-        for seq, computed in computing:
-            other = self._prompts[seq]
-            # Equal hashes at a block mean equal prompts up to there: the chain covers all that is before.
-            if first < min(len(own.chain), len(other.chain)) and own.chain[first] == other.chain[first]:
-                common = self._common(own, other)
-                if computed < common:
-                    return seq, common
-        return None
-
-    def _common(self, one: _Prompt, other: _Prompt) -> int:
-        """Tokens that two prompts share, whole pages."""
-        shared, bound = 0, min(len(one.chain), len(other.chain))
-        while shared < bound:
-            middle = (shared + bound + 1) // 2
-            if one.chain[middle - 1] == other.chain[middle - 1]:
-                shared = middle
-            else:
-                bound = middle - 1
-        begin, end = shared * self.limits.block, (shared + 1) * self.limits.block
-        tail = zip(one.tokens[begin:end], other.tokens[begin:end], strict=False)
-        common = begin + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], tail))
-        return common // self.limits.page * self.limits.page
-
-    def _compute(self, seq: int, computed: int) -> None:
-        """A committed request has that much of its prompt; others may wait for the rest."""
-        prompt = self._prompts[seq]
-        if prompt.chain and computed < len(prompt.tokens):
-            self._computing[seq] = computed
-        else:
-            self._computing.pop(seq, None)
 
     def _until(self, a: Admission) -> int:
         most = self.limits.pool - self.limits.page
@@ -551,12 +498,14 @@ class Leader:
                 self.events.append(refusal)
 
     def _leave(self, seq: int) -> None:
-        for table in (self._running, self._growth, self._unplanned, self._computing):
+        for table in (self._running, self._growth, self._unplanned):
             table.pop(seq, None)
         self._started.discard(seq)
+        self._prompts.leave(seq)
 
     def _forget(self, seq: int) -> None:
-        self._prompts.pop(seq, None)
+        self._prompts.forget(seq)
+        self._ranks.pop(seq, None)
         self._retractions.pop(seq, None)
 
     def _unblock(self) -> None:

@@ -1,0 +1,94 @@
+"""Which prompts are being computed, and who would only compute the same again. Pure; the leader asks it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Awaited(NamedTuple):
+    """What a request waits for: `seq` has computed `tokens` tokens of its prompt."""
+
+    seq: int
+    tokens: int
+
+
+class _Prompt(NamedTuple):
+    tokens: Sequence[int]
+    chain: Sequence[int]
+
+
+class PromptsInFlight:
+    """The prompts of all known requests, and how far those of committed ones are computed.
+
+    Args:
+        block: tokens of a block of the chained prompt hashes. Nobody waits for less than a block.
+        page: tokens of a KV page: what is shared is whole pages.
+    """
+
+    def __init__(self, block: int, page: int) -> None:
+        self._block, self._page = block, page
+        self._prompts: dict[int, _Prompt] = {}
+        self._computed: dict[int, int] = {}
+        """seq -> prompt tokens that every stage has, of committed requests with full blocks to compute."""
+
+    def add(self, seq: int, tokens: Sequence[int], chain: Sequence[int]) -> None:
+        """A request came in. `chain`: the hashes of its full prompt blocks, none if its KV is not shared."""
+        self._prompts[seq] = _Prompt(tokens, chain)
+
+    def forget(self, seq: int) -> None:
+        """The request is over."""
+        self._prompts.pop(seq, None)
+        self.leave(seq)
+
+    def begin(self, seq: int, computed: int) -> None:
+        """The request was committed; every stage has `computed` tokens of its prompt."""
+        prompt = self._prompts[seq]
+        if len(prompt.chain) and computed < len(prompt.tokens):
+            self._computed[seq] = computed
+        else:
+            self.leave(seq)
+
+    def advance(self, seq: int, computed: int) -> None:
+        """Every stage has that much more; nothing if nobody could wait for it."""
+        if seq in self._computed:
+            self.begin(seq, computed)
+
+    def leave(self, seq: int) -> None:
+        """Nobody may wait for this request any more: its prompt is complete, or it is not computed now."""
+        self._computed.pop(seq, None)
+
+    def awaited(
+        self, seq: int, reusable: int, before: Awaited | None, held: Iterable[tuple[int, int]]
+    ) -> Awaited | None:
+        """Whom a request waits for, that reuses `reusable` tokens so far; None if it should go on.
+
+        `before` is whom it waited for the last time. `held` has requests that are about to be committed, as
+        (seq, tokens that they reuse). O(requests that compute prompts), O(log blocks) for the one found.
+        """
+        if before is not None and self._computed.get(before.seq, before.tokens) < before.tokens:
+            return before
+        own, first = self._prompts[seq], reusable // self._block
+        for other, computed in itertools.chain(self._computed.items(), held):
+            theirs = self._prompts[other]
+            # Equal hashes at a block mean equal prompts up to there: the chain covers all that is before.
+            if first < min(len(own.chain), len(theirs.chain)) and own.chain[first] == theirs.chain[first]:
+                common = self._common(own, theirs)
+                if computed < common:
+                    return Awaited(other, common)
+        return None
+
+    def _common(self, one: _Prompt, other: _Prompt) -> int:
+        """Tokens that two prompts share, whole pages."""
+        shared, bound = 0, min(len(one.chain), len(other.chain))
+        while shared < bound:
+            middle = (shared + bound + 1) // 2
+            if one.chain[middle - 1] == other.chain[middle - 1]:
+                shared = middle
+            else:
+                bound = middle - 1
+        begin, end = shared * self._block, (shared + 1) * self._block
+        tail = zip(one.tokens[begin:end], other.tokens[begin:end], strict=False)
+        common = begin + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], tail))
+        return common // self._page * self._page
