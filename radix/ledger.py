@@ -53,6 +53,8 @@ class Ledger:
         self._tokens = 0
         self._rows = 0
         self._refused = 0
+        self._wanted: int | None = None
+        """The smallest number of tokens that was refused since `relieved` was true the last time."""
 
     def _cover(self, until: int) -> int:
         return -(-until // self._page) * self._page + self._page
@@ -71,7 +73,7 @@ class Ledger:
         covered = self._cover(until)
         need = max(0, covered - boundary)
         if self.room() < need or self._tree.free_rows() - self._rows < 1:
-            self._refused += 1
+            self._refuse(need)
             return False
         self._entries[owner] = _Entry(covered, boundary, True)
         self._tokens += need
@@ -83,9 +85,23 @@ class Ledger:
         entry = self._entry(owner)
         covered = max(entry.covered, self._cover(until))
         if self.room() < covered - entry.covered:
-            self._refused += 1
+            self._refuse(covered - entry.covered)
             return False
         self._set(entry, covered, entry.taken)
+        return True
+
+    def _refuse(self, need: int) -> None:
+        self._refused += 1
+        self._wanted = need if self._wanted is None else min(self._wanted, need)
+
+    def relieved(self) -> bool:
+        """Something was refused, and now there may be room for it: true once for each refusal. O(1).
+
+        May be true too early, since a grant needs its lease besides, but not too late.
+        """
+        if self._wanted is None or self.room() < self._wanted:
+            return False
+        self._wanted = None
         return True
 
     def owns(self, owner: int) -> bool:

@@ -228,7 +228,7 @@ class Leader:
         for seq in seqs:
             self._leave(seq)
             self._forget(seq)
-        self._unblock()
+            self._unblock()
 
     def planned(self, spans: Iterable[tuple[int, int]]) -> None:
         """Stage 0 planned prompt tokens of committed requests: (seq, tokens)."""

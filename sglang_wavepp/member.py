@@ -85,7 +85,6 @@ class Member:
         """Committed requests that the leader already asks a hint for: this loop has yet to retract them."""
         self._forgotten_early: set[int] = set()
         """Committed requests that are to be forgotten once this loop has retracted them."""
-        self._refused_since_freed = False
 
     @property
     def epoch(self) -> int:
@@ -160,7 +159,6 @@ class Member:
                 granted = self.ledger.grant(item.seq, lease.boundary, item.until)
                 if not granted:
                     self.leases.release(lease)
-                    self._refused_since_freed = True
                 hopeless = not granted and not self._committed and not len(self.leases)
             void = not granted
             answers.append(HeldItem(item.seq, lease.boundary, granted, hopeless))
@@ -186,8 +184,6 @@ class Member:
             with self._guard():
                 # A request that ended meanwhile needs no room; the leader learns of the end from the log.
                 granted = not self.ledger.owns(seq) or self.ledger.grow(seq, until)
-                if not granted:
-                    self._refused_since_freed = True
                 hopeless = not granted and self.ledger.statistics().owners == 1 and not len(self.leases)
             answers.append(GrownItem(granted, hopeless))
         self._send(Grown(self.epoch, message.round, answers))
@@ -241,8 +237,7 @@ class Member:
 
     def freed(self) -> bool:
         """Room may have become free. True if the leader should be told, since it was refused before."""
-        refused, self._refused_since_freed = self._refused_since_freed, False
-        return refused
+        return self.ledger.relieved()
 
     def capacity(self) -> Capacity:
         """The message to send after `freed` said so."""

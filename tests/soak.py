@@ -125,9 +125,11 @@ class Soak:
         }
         with requests.post(f"{self.server.url}/generate", json=body, stream=True, timeout=120) as answer:
             lines = answer.iter_lines()
-            for _ in range(rng.randrange(6)):
+            aborts = rng.random() < 0.5
+            # The answer begins before SGLang knows the request; an abort has to come after that.
+            for _ in range(rng.randrange(aborts, 6)):
                 next(lines, None)
-            if rng.random() < 0.5:
+            if aborts:
                 self.server.post("/abort_request", {"rid": rid})
                 assert any(b'"abort"' in line for line in lines)
         self.counts["left"] += 1
