@@ -18,7 +18,7 @@ demo: setup  ## Start a two-stage server on the CPU and show what WavePP does
 	$(BIN)/wavepp demo
 
 test: lint typecheck  ## Run all checks: style, types, tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q
 
 lint: setup  ## Check style and formatting
 	$(BIN)/ruff check

@@ -21,20 +21,12 @@ POOL = 10_000
 """KV tokens of a stage: fewer than the context, so that a prompt can be too long for either."""
 BUDGET = 256
 """Tokens of a prefill wave: most prompts need several."""
+READY_S = 480.0
+"""What a server may take to start: half a minute, on a machine that does nothing else."""
 QUEUED = 8
 """Waiting requests at most, on `wave4`."""
 INTERVAL = 2
 """Decode waves between prefill waves, on `wave4`."""
-
-
-SHARED_SERVERS = ("test_oracle", "test_parity", "test_control", "test_order", "test_lifecycle")
-"""Files whose tests use the servers of the session: with `pytest -n 2` they belong to one process."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("servers" if name in SHARED_SERVERS else name))
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +68,7 @@ def start(model: Path, log: Path, *, flags: tuple[str, ...] = (), **options: obj
         context_length=16384,
         chunked_prefill_size=BUDGET,
         log_path=log,
+        ready_timeout=READY_S,
         flags=("--enable-cache-report", "--enable-custom-logit-processor", *flags),
         **options,  # type: ignore[arg-type]
     )
