@@ -94,12 +94,12 @@ class Ledger:
         self._refused += 1
         self._wanted = need if self._wanted is None else min(self._wanted, need)
 
-    def relieved(self) -> bool:
+    def relieved(self, anyhow: bool) -> bool:
         """Something was refused, and now there may be room for it: true once for each refusal. O(1).
 
-        May be true too early, since a grant needs its lease besides, but not too late.
+        With `anyhow` even if there is not yet. May be true too early, since a grant needs its lease besides.
         """
-        if self._wanted is None or self.room() < self._wanted:
+        if self._wanted is None or not (anyhow or self.room() >= self._wanted):
             return False
         self._wanted = None
         return True

@@ -225,7 +225,7 @@ def _capture_request(
         queue = scheduler.waiting_queue
         if before:
             left = set(map(id, queue))
-            stage.intake.displaced = next((waiting for waiting in before if id(waiting) not in left), None)
+            stage.intake.displaced += [waiting for waiting in before if id(waiting) not in left]
         if not queue or queue[-1] is not req:
             return
     stage.intake.capture(req)

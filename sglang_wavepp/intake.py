@@ -28,8 +28,8 @@ class Intake:
         self._s = scheduler
         self._wake = wake
         self._captured: Any = None
-        self.displaced: Any = None
-        """The request that SGLang took from its full queue, and answered, in favour of the one just built."""
+        self.displaced: list[Any] = []
+        """Requests that SGLang took from its full queue, and answered, in favour of newer ones."""
         self._compiling: dict[int, tuple[Any, float]] = {}
         self._grammar_bound = (
             envs.SGLANG_GRAMMAR_POLL_INTERVAL.get() * envs.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS.get()

@@ -170,6 +170,10 @@ class Leader:
         """The request that waits for room; nobody behind it is held."""
         self._freed = False
         """Room became free since the open round began: a refusal in it may be outdated."""
+        self._short: set[int] = set()
+        """Stages that refused what the queue, or a growth, waits for, and did not report room since."""
+        self._relieved: set[int] = set()
+        """Stages that reported room since the open round began."""
         self._barrier = False
         self._holds_nothing = False
         self._prompts = PromptsInFlight(limits.block, limits.page)
@@ -221,7 +225,10 @@ class Leader:
         again = Admission(seq, length, remaining, self._now(), self._ranks[seq], State.HINTED, retracted=True)
         place = sum(a.retracted for a in self._queue)
         self._queue.insert(place, again)
-        self._unblock()
+        # A growth that was refused waits for the stages themselves: they may be behind in the log, and would
+        # refuse again, at the cost of one more request.
+        self._blocked = None
+        self._freed = self._freed or self._round is None or not self._round.grows
 
     def finished(self, seqs: Iterable[int]) -> None:
         """Committed requests ended."""
@@ -280,6 +287,7 @@ class Leader:
         self.epoch += 1
         for admission in self._queue:
             admission.state, admission.asked, admission.hinted_at = State.HINTED, 0, -1
+        self._unblock()
 
     def on_message(self, rank: int, message: Message) -> None:
         """One answer of a member. Stale answers are dropped."""
@@ -288,7 +296,11 @@ class Leader:
         elif isinstance(message, Held | Grown | Nack):
             self._on_answer(rank, message)
         elif isinstance(message, Capacity):
-            self._unblock()
+            self._relieved.add(rank)
+            if rank in self._short:
+                self._short.discard(rank)
+                if not self._short:
+                    self._unblock()
         else:
             raise ProtocolError(f"stage {rank} sent {type(message).__name__} to the leader")
 
@@ -299,6 +311,8 @@ class Leader:
         if self._barrier:
             if self._holds_nothing and self._round is None:
                 self._give_back(self._queue)
+                if self._growth and not self._growth_blocked:
+                    self._start_growth()  # those that run go on until they end
             return
         self._commit()
         if self._round is not None:
@@ -338,6 +352,7 @@ class Leader:
         room = self.limits.running - len(self._running)
         ahead = self.limits.ahead - sum(self._unplanned.values())
         items: list[Admission] = []
+        stale: list[Admission] = []
         held: list[tuple[int, int]] = []
         for a in self._queue:
             if room <= 0 or ahead <= 0 or len(items) >= self.MAX_ROUND:
@@ -348,19 +363,17 @@ class Leader:
                 a.awaits = self._prompts.awaited(a.seq, a.candidate, a.awaits, held)
             if a.awaits:
                 a.asked, a.shares = 0, True
-                continue
-            held.append((a.seq, a.candidate))
+                if all(a.awaits.seq != s.seq for s in stale):
+                    continue
+                a.awaits = None  # what that one reuses is to be asked: ask for both at once
             room -= 1
-            ahead -= a.length - a.candidate
             if a.state is State.HINTED:
                 items.append(a)
-        stale = [
-            a
-            for a in items
-            if a.hinted_at != self._finished_waves
-            and not a.until
-            and a.asked < (self.MAX_ASKED if a.shares else 1)
-        ]
+            held.append((a.seq, a.candidate))
+            if self._is_stale(a):
+                stale.append(a)
+            else:
+                ahead -= a.length - a.candidate
         if stale:
             self._ask_again(stale)
         elif items:
@@ -371,6 +384,15 @@ class Leader:
             self._open_round(items, [])
             holds = [HoldItem(a.seq, a.candidate, a.until) for a in items]
             self._send(Hold(self.epoch, self._round_number, holds))
+
+    def _is_stale(self, a: Admission) -> bool:
+        """Shall its hint be refreshed before it is held?"""
+        return (
+            a.state is State.HINTED
+            and not a.until
+            and a.hinted_at != self._finished_waves
+            and a.asked < (self.MAX_ASKED if a.shares else 1)
+        )
 
     def _ask_again(self, stale: list[Admission]) -> None:
         for a in stale:
@@ -394,6 +416,7 @@ class Leader:
     def _open_round(self, holds: list[Admission], grows: list[tuple[int, int]]) -> None:
         self._round_number += 1
         self._freed = False
+        self._relieved = set()
         self._round = _Round(self._round_number, self._now(), holds, grows, {})
 
     def _on_hint(self, rank: int, message: Hint) -> None:
@@ -443,6 +466,7 @@ class Leader:
             if a not in self._queue:
                 continue  # cancelled meanwhile: FORGET is on its way behind the hold
             if not all(item.granted for item in column):
+                self._fall_short({rank for rank, item in enumerate(column) if not item.granted})
                 self._refused(a, [rank for rank, item in enumerate(column) if item.hopeless])
                 return
             boundary = min(item.boundary for item in column)
@@ -450,6 +474,11 @@ class Leader:
                 a.state = State.AGREED
             else:
                 a.candidate, a.state = boundary, State.HINTED
+
+    def _fall_short(self, ranks: set[int]) -> None:
+        """These stages refused. What was refused is tried again once all of them have reported room."""
+        self._short = ranks - self._relieved
+        self._freed = self._freed or not self._short
 
     def _refused(self, refused: Admission, hopeless: list[int]) -> None:
         """No room for `refused`: everything from it on is given back, and the queue waits for room."""
@@ -477,6 +506,7 @@ class Leader:
     def _end_growth(self, r: _Round, columns: list[tuple[Any, ...]]) -> None:
         granted: list[tuple[int, int]] = []
         back: list[tuple[int, int]] = []
+        short: set[int] = set()
         refusal: GrowthRefused | None = None
         for (seq, until), column in zip(r.grows, columns, strict=True):
             if seq not in self._running:
@@ -487,6 +517,7 @@ class Leader:
                 if self._growth.get(seq, 0) <= until:
                     self._growth.pop(seq, None)
             else:
+                short |= {rank for rank, item in enumerate(column) if not item.granted}
                 back.append((seq, self._running[seq]))
                 refusal = refusal or GrowthRefused(seq, any(item.hopeless for item in column))
         if granted:
@@ -494,6 +525,7 @@ class Leader:
         if refusal is not None:
             self._send(Ungrow(self.epoch, back))
             if not self._give_back(self._queue):
+                self._fall_short(short)
                 self._growth_blocked = not self._freed
                 self.events.append(refusal)
 
@@ -512,6 +544,7 @@ class Leader:
         self._blocked = None
         self._growth_blocked = False
         self._freed = True
+        self._short = set()
 
     def _send(self, message: Message) -> None:
         self.outbox.append((None, message))

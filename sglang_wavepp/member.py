@@ -85,6 +85,8 @@ class Member:
         """Committed requests that the leader already asks a hint for: this loop has yet to retract them."""
         self._forgotten_early: set[int] = set()
         """Committed requests that are to be forgotten once this loop has retracted them."""
+        self._gave_back = False
+        """A committed request gave its room back since the last look."""
 
     @property
     def epoch(self) -> int:
@@ -212,11 +214,13 @@ class Member:
         """The request ended: its escrow is over."""
         self._committed.pop(seq, None)
         self.ledger.close(seq)
+        self._gave_back = True
 
     def retract(self, seq: int) -> None:
         """The request gave its KV back and waits for admission again."""
         prefix = self._committed.pop(seq)
         self.ledger.close(seq)
+        self._gave_back = True
         if seq in self._forgotten_early:
             self._forgotten_early.discard(seq)
             self._asked_early.discard(seq)
@@ -237,7 +241,8 @@ class Member:
 
     def freed(self) -> bool:
         """Room may have become free. True if the leader should be told, since it was refused before."""
-        return self.ledger.relieved()
+        gave, self._gave_back = self._gave_back, False
+        return self.ledger.relieved(anyhow=gave)
 
     def capacity(self) -> Capacity:
         """The message to send after `freed` said so."""

@@ -128,13 +128,14 @@ class Stage:
             plane = MemberPlane(find_socket_dir(config.socket_dir, name, deadline), self.rank)
             welcome = plane.join(hello, deadline)
         agreed = welcome.capacity
-        s.max_req_len, s.max_req_input_len = agreed["max_req_len"], agreed["max_req_input_len"]
+        s.max_req_len = agreed["max_req_len"]
         s.max_running_requests = agreed["running"]
         self._agree_on_batch_size(agreed["batch"])
         self.pool = agreed["kv_tokens"]
         """KV tokens of the smallest stage."""
         self.pools = welcome.pools
         self.longest = self.pool - s.page_size
+        s.max_req_input_len = min(agreed["max_req_input_len"], self.longest)
         self.block = math.lcm(config.block_size, s.page_size)
         """Tokens of a block of the prompt hashes."""
         s.load_inquirer = dataclasses.replace(

@@ -176,9 +176,10 @@ class LeaderWave(Wave):
         """Run the state machines until they are quiet."""
         while True:
             self.leader.step()
+            answered = bool(self.answers)
             while self.answers:
                 self.leader.on_message(0, self.answers.popleft())
-            if not self.leader.outbox and not self.leader.events:
+            if not (answered or self.leader.outbox or self.leader.events):
                 return
             outbox, self.leader.outbox = self.leader.outbox, []
             events, self.leader.events = self.leader.events, []
@@ -305,17 +306,21 @@ class LeaderWave(Wave):
             if req is not None and refusal:
                 self.stage.intake.cancel(seq)
                 req.set_finish_with_abort(refusal)
-            if req is None or req.to_finish is not None:
-                if req is not None:
-                    self._retire(req)
-                return
+            failed = req is not None and req.to_finish is not None
+            if failed:
+                self._retire(req)
+        self._displace()
+        if req is None or failed:
+            return
         prefix = RequestPrefix(req, xxhash.xxh3_64_intdigest(payload))
         self._requests[seq] = prefix
         hashes: Sequence[int] = ()
-        if prefix.max_boundary > 0:
+        if prefix.max_boundary > 0 and not self.stage.scheduler.tree_cache.disable:
             namespace = seed_of(self._seed, req.extra_key, req.cache_salt)
             hashes = chain(req.origin_input_ids, self.leader.limits.block, namespace)
         s = self.stage.scheduler
+        if s.enable_priority_scheduling and req.priority is None:
+            s._set_or_validate_priority(req)  # SGLang has not yet, if its grammar is being compiled
         rank = req.priority * s.policy.priority_sign if s.enable_priority_scheduling else 0
         self.leader.arrive(seq, req.origin_input_ids, req.sampling_params.max_new_tokens, hashes, rank)
         self._plane.send(None, Offer(self.leader.epoch, seq, prefix.digest), payload)
@@ -323,15 +328,13 @@ class LeaderWave(Wave):
             self._built(seq, req)
 
     def _displace(self) -> None:
-        """SGLang's queue is full: one request of a lower priority was answered and left it."""
-        req, self.stage.intake.displaced = self.stage.intake.displaced, None
-        seq = next((seq for seq, known in self._requests.items() if known.req is req), None)
-        if seq is None:
-            return
-        if self.leader.cancel(seq):
-            del self._requests[seq]
-        else:
-            self.stage.loop.post(partial(self.stage.loop.abort, seq, None))
+        """SGLang's queue was full: requests of a lower priority were answered and left it."""
+        gone, self.stage.intake.displaced = self.stage.intake.displaced, []
+        for seq in [seq for seq, known in self._requests.items() if known.req in gone]:
+            if self.leader.cancel(seq):
+                del self._requests[seq]
+            else:
+                self.stage.loop.post(partial(self.stage.loop.abort, seq, None))
 
     def _built(self, seq: int, req: Any | None) -> None:
         self._displace()
@@ -384,8 +387,7 @@ class LeaderWave(Wave):
         """
         if self._control_running:
             return
-        paused = self.stage.scheduler._engine_paused
-        idle = self.leader.idle or (paused and self.leader.settled)
+        idle = self.leader.idle or (self._closed() and self.leader.settled)
         now = time.monotonic()
         for request, since in self._controls:
             if isinstance(request, ReleaseMemoryOccupationReqInput):
@@ -429,11 +431,16 @@ class LeaderWave(Wave):
         errors = [f"stage {rank}: {done.error}" for rank, done in sorted(acks.items()) if done.error]
         self.stage.loop.post(partial(self.stage.loop.control_done, position, errors))
 
+    def _closed(self) -> bool:
+        """Is the server paused, or its memory released?"""
+        s = self.stage.scheduler
+        return bool(s._engine_paused or s.weight_updater.offload_tags)
+
     def _control_over(self) -> None:
         while self.leader.epoch < self.stage.member.epoch:
             self.leader.new_epoch()
-        # A paused server, or one whose memory is released, admits nobody, and the waiting hold nothing.
-        s = self.stage.scheduler
-        closed = bool(s._engine_paused or s.weight_updater.offload_tags)
+        # A closed server admits nobody, and the waiting hold nothing.
+        waits = any(isinstance(request, ReleaseMemoryOccupationReqInput) for request, _ in self._controls)
+        closed = self._closed() or waits
         self.leader.barrier(closed, give_back=closed)
         self._control_running = False

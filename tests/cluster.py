@@ -21,6 +21,7 @@ from sglang_wavepp.messages import (
     Commit,
     Decode,
     Drop,
+    HintQuery,
     Output,
     Prefill,
     WaveDone,
@@ -298,13 +299,17 @@ class Cluster:
         self.payloads: dict[int, tuple[tuple[int, ...], int]] = {}
         self.rejected: dict[int, str] = {}
         self.aborted: set[int] = set()
-        self._built: set[tuple[int, int]] = set()
+        self.built: set[tuple[int, int]] = set()
         self.position_digests: dict[int, int] = {}
         self.sample: Callable[[], int] = lambda: self.rng.randrange(3)
         """What the model says."""
         self.waves: list[Prefill | Decode] = []
         self.order: list[int] = []
         """Requests in the order in which they were committed."""
+        self.delivered = 0
+        """Messages that arrived."""
+        self.queries = 0
+        """Times that the leader asked for hints again."""
         self.readmitted = 0
         """Requests that went back to admission before a wave was planned for them."""
 
@@ -333,40 +338,55 @@ class Cluster:
                 lambda s=s, r=r: self.build(s, r)
                 for s in self.payloads
                 for r in range(len(self.stages))
-                if (s, r) not in self._built and s not in self.aborted
+                if (s, r) not in self.built and s not in self.aborted
             ),
         ]
         if self.inbox:
             actions.append(self._loop0)
         if actions and self.rng.random() < 0.9:
             self.rng.choice(actions)()
-            self._settle()
+            self.settle()
             return True
         if self._plan():
-            self._settle()
+            self.settle()
             return True
         if actions:
             self.rng.choice(actions)()
-            self._settle()
+            self.settle()
             return True
         return False
 
+    def deliver(self) -> bool:
+        """Deliver one message, if there is any, and let the leader act on it."""
+        for deliver, queues in (
+            (self._deliver_to_member, self.to_member),
+            (self._deliver_to_leader, self.to_leader),
+        ):
+            for rank, queue in enumerate(queues):
+                if queue:
+                    deliver(rank)
+                    self.settle()
+                    return True
+        return False
+
     def build(self, seq: int, rank: int) -> None:
-        self._built.add((seq, rank))
+        self.built.add((seq, rank))
         tokens, max_new = self.payloads[seq]
         self.stages[rank].member.offered(seq, Request(seq, tokens, max_new))
 
     def _deliver_to_member(self, rank: int) -> None:
+        self.delivered += 1
         self.stages[rank].member.on_message(decode_from_leader(self.to_member[rank].popleft()))
 
     def _deliver_to_leader(self, rank: int) -> None:
+        self.delivered += 1
         message = decode_from_member(self.to_leader[rank].popleft())
         if isinstance(message, WaveDone):
             self.inbox.append(("done", message))
         else:
             self.leader.on_message(rank, message)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         self.leader.step()
         outbox, self.leader.outbox = self.leader.outbox, []
         events, self.leader.events = self.leader.events, []
@@ -376,6 +396,7 @@ class Cluster:
             else:
                 self.inbox.append(("event", event))
         for rank, message in outbox:
+            self.queries += isinstance(message, HintQuery)
             for r in range(len(self.stages)) if rank is None else (rank,):
                 self.to_member[r].append(encode(message))
 

@@ -153,3 +153,52 @@ def test_decode_waves_between_prefill_waves(interval: int) -> None:
         assert set(between[1:]) == {interval}
     else:
         assert max(between) == 1
+
+
+def test_stages_that_lack_room_for_different_requests_are_left_alone() -> None:
+    """The large pool refuses what is behind in the queue, the small one the head: only this one counts."""
+    cluster = Cluster(1, stages=2, pools=[500, 300], rows=20, budget=400)
+    cluster.submit(0, tuple(range(200)), 60)
+    _settle(cluster)
+    for seq in (1, 2):
+        cluster.submit(seq, tuple(range(1000 * seq, 1000 * seq + 200)), 5)
+    before = cluster.delivered
+    _settle(cluster)
+    assert cluster.delivered - before < 100
+    _rest(cluster)
+    assert set(cluster.stages[0].outputs) == {0, 1, 2}
+
+
+def _settle(cluster: Cluster) -> None:
+    """Deliver everything that is on its way, while the loops stand still."""
+    for seq, rank in itertools.product(cluster.payloads, range(len(cluster.stages))):
+        if (seq, rank) not in cluster.built:
+            cluster.build(seq, rank)
+    for _ in range(5000):
+        if not cluster.deliver():
+            return
+    raise AssertionError("the rounds do not come to rest")
+
+
+def test_running_requests_grow_while_the_queue_gives_everything_back() -> None:
+    """Before memory is released nobody is admitted, and those that run end, also if they need more room."""
+    cluster = Cluster(2, stages=2, pools=[500, 500], rows=20, reserve=8)
+    cluster.submit(0, tuple(range(20)), 60)
+    while not cluster.sequencer.live:
+        cluster.step()
+    cluster.submit(1, tuple(range(100, 120)), 5)
+    cluster.leader.barrier(True, give_back=True)
+    while cluster.step():
+        cluster.check()
+    assert len(cluster.stages[0].outputs[0]) == 60 and cluster.leader.settled
+    cluster.leader.barrier(False)
+    cluster.settle()
+    _rest(cluster)
+    assert set(cluster.stages[0].outputs) == {0, 1}
+
+
+def test_followers_are_asked_for_their_prefix_together() -> None:
+    """Once a common prompt is there, all who waited for it are hinted in a few queries."""
+    cluster = _together(4, 2)
+    _rest(cluster)
+    assert cluster.queries <= 8
