@@ -168,6 +168,8 @@ class LeaderWave(Wave):
                     break
                 self._on_request(request)
         self._compiled()
+        if self.stage.intake.displaced:
+            self._displace()
         self._settle()
         self._start_control()
         self._check_health()
@@ -309,7 +311,6 @@ class LeaderWave(Wave):
             failed = req is not None and req.to_finish is not None
             if failed:
                 self._retire(req)
-        self._displace()
         if req is None or failed:
             return
         prefix = RequestPrefix(req, xxhash.xxh3_64_intdigest(payload))
@@ -337,7 +338,6 @@ class LeaderWave(Wave):
                 self.stage.loop.post(partial(self.stage.loop.abort, seq, None))
 
     def _built(self, seq: int, req: Any | None) -> None:
-        self._displace()
         if req is not None and req.to_finish is None:
             self.stage.member.offered(seq, self._requests[seq])
             return

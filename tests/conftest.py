@@ -80,11 +80,15 @@ def statistics(server: Server) -> dict[str, Any]:
     return wavepp
 
 
-def eventually(condition: Callable[[], bool], bound: float = 60.0) -> None:
+NOTHING = {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
+"""What a server holds, of `statistics`, when no request is under way."""
+
+
+def eventually(condition: Callable[[], bool], what: str = "it", bound: float = 60.0) -> None:
     """Wait until something is so, for at most `bound` seconds."""
     deadline = time.monotonic() + bound
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"{what} did not happen in {bound:.0f} s"
         threading.Event().wait(0.02)
 
 

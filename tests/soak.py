@@ -71,7 +71,7 @@ class Soak:
         self._deadline = started + seconds
         jobs: list[Callable[[random.Random], None]] = [self._session] * CLIENTS
         jobs += [self._burst, self._leaver, self._operator]
-        with ThreadPoolExecutor(len(jobs) + 1) as pool:
+        with ThreadPoolExecutor(len(jobs)) as pool:
             running = [pool.submit(self._repeat, job, f"{self.seed} {i}") for i, job in enumerate(jobs)]
             self._failed.wait(seconds / 3)
             before = self._memory()

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import eventually, statistics
+from conftest import NOTHING, eventually, statistics
 from safetensors.torch import load_file
 from test_oracle import VOCABULARY, Answer, generate
 
 from sglang_wavepp.launch.models import make_model
 from sglang_wavepp.launch.server import Server, ServerError
-
-NOTHING = {"leases": 0, "escrow_tokens": 0, "escrow_rows": 0}
 
 
 def _prompts(seed: int, count: int = 6, length: int = 500) -> list[list[int]]:

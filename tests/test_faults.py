@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import requests
-from conftest import start, statistics
+from conftest import eventually, start, statistics
 
 from sglang_wavepp.launch.server import Server, ServerError
 from sglang_wavepp.leader import Leader, Limits
@@ -94,7 +94,7 @@ class Faulty:
 
     def ended(self) -> str:
         """Wait for the end of every process. Returns why WavePP ended the server, in its one line."""
-        _wait(lambda: not any(map(_runs, self._processes)), f"the end of {self._processes}")
+        eventually(lambda: not any(map(_runs, self._processes)), f"the end of {self._processes}")
         errors: list[str] = []
 
         def is_over() -> bool:
@@ -105,19 +105,12 @@ class Faulty:
                 errors.append(str(error))
             return bool(errors)
 
-        _wait(is_over, "the exit code of the server")
+        eventually(is_over, "the exit code of the server")
         assert "exit code 0" not in errors[0]
         text = self.server.log_path.read_text(errors="replace")
         lines = [line for line in text.splitlines() if " ends the server: " in line]
         assert len(lines) <= 1, lines
         return lines[0].partition("WavePP: ")[2] if lines else ""
-
-
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in {BOUND:.0f} s"
-        threading.Event().wait(0.05)
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -184,6 +177,15 @@ def _waves(server: Server) -> int:
     return int(counted["prefill_waves"] + counted["decode_waves"])
 
 
+@contextmanager
+def _load(server: Server, count: int, tokens: int = 4000) -> Iterator[list[Future[object]]]:
+    """`_clients`, and the first waves for them have run."""
+    before = _waves(server)
+    with _clients(server, count, tokens) as clients:
+        eventually(lambda: _waves(server) > before, "a wave")
+        yield clients
+
+
 def _refused(clients: list[Future[object]]) -> None:
     """None of them got an answer, and none hangs."""
     for client in clients:
@@ -236,9 +238,7 @@ def test_paused_server_is_not_healthy_and_lost_activations_end_it(model: Path, t
 
 def test_stage_0_that_is_stopped_under_load_ends_the_server(model: Path, tmp_path: Path) -> None:
     with _faulty(model, tmp_path) as faulty:
-        before = _waves(faulty.server)
-        with _clients(faulty.server, 4) as clients:
-            _wait(lambda: _waves(faulty.server) > before, "load")
+        with _load(faulty.server, 4) as clients:
             os.kill(faulty.stages[0], signal.SIGSTOP)
         _refused(clients)
         why = faulty.ended()
@@ -248,9 +248,8 @@ def test_stage_0_that_is_stopped_under_load_ends_the_server(model: Path, tmp_pat
 def test_all_may_stand_still_but_not_an_idle_member_alone(model: Path, tmp_path: Path) -> None:
     """A container that is paused and goes on is no fault, however long it was paused."""
     with _faulty(model, tmp_path) as faulty:
-        server, before = faulty.server, _waves(faulty.server)
-        with _clients(server, 4, tokens=100) as clients:
-            _wait(lambda: _waves(server) > before, "load")
+        server = faulty.server
+        with _load(server, 4, tokens=100) as clients:
             for pid in faulty.stages.values():
                 os.kill(pid, signal.SIGSTOP)
             threading.Event().wait(1.5 * LIMIT_S)
@@ -266,9 +265,7 @@ def test_all_may_stand_still_but_not_an_idle_member_alone(model: Path, tmp_path:
 def test_a_death_is_noticed_by_a_stage_that_waits_for_activations(model: Path, tmp_path: Path) -> None:
     with _faulty(model, tmp_path, stall=600) as faulty:
         faulty.switch("lose", 0)
-        before = _waves(faulty.server)
-        with _clients(faulty.server, 2) as clients:
-            _wait(lambda: _waves(faulty.server) > before, "load")
+        with _load(faulty.server, 2) as clients:
             os.kill(faulty.stages[0], signal.SIGKILL)
         _refused(clients)
         why = faulty.ended()
@@ -280,9 +277,7 @@ def test_killed_main_process_leaves_no_stage_behind(model: Path, tmp_path: Path)
     """Not even one that waits for activations."""
     with _faulty(model, tmp_path, stall=600) as faulty:
         faulty.switch("lose", 0)
-        before = _waves(faulty.server)
-        with _clients(faulty.server, 2) as clients:
-            _wait(lambda: _waves(faulty.server) > before, "load")
+        with _load(faulty.server, 2) as clients:
             os.kill(faulty.server.pid, signal.SIGKILL)
         _refused(clients)
         faulty.ended()
@@ -297,9 +292,7 @@ def test_a_full_disk_keeps_nobody_from_serving_nor_from_ending(model: Path, tmp_
             pass
         assert [len(c.result()["output_ids"]) for c in clients] == [8] * 4  # type: ignore[index]
         assert _health(server) == 200
-        before = _waves(server)
-        with _clients(server, 4) as clients:
-            _wait(lambda: _waves(server) > before, "load")
+        with _load(server, 4) as clients:
             os.kill(faulty.stages[1], signal.SIGSTOP)
         _refused(clients)
         assert faulty.ended() == ""
