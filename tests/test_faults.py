@@ -425,7 +425,7 @@ class Watched:
             config=WavePPConfig(**options),  # type: ignore[arg-type]
             guard=self.guard,
             leaving=False,
-            intake=SimpleNamespace(compiling=0),
+            intake=SimpleNamespace(compiling=0, displaced=[]),
             loop=SimpleNamespace(
                 progress=self.progress,
                 log=SimpleNamespace(position=7),
