@@ -8,10 +8,11 @@ Ownership of blocks
     own a block that lies before the token in which they differ.
 
 Discipline of the writer
-    insert   `add(chain, prefix_len // block)`, where `prefix_len` is what the tree already held.
-    evict    `remove(chain, path_start // block, path_end // block)` of the evicted leaf. `chain` may be
-             that of any path through the node; a leaf without one (its node came from a split) takes the
-             chain of any descendant, evicted before it.
+    insert   `add` the blocks [prefix_len // block, end // block) of the inserted path's chain, where
+             `prefix_len` is what the tree already held.
+    evict    `remove` the blocks [path_start // block, path_end // block) of the evicted leaf, whichever path
+             through it their hashes came from. A leaf that came from a split takes them from the
+             descendants that were evicted before it.
     reset    `clear()`.
     A set is enough then, and a reference count would be wrong: a prefix that is inserted again over
     resident nodes adds nothing that will be removed twice, its blocks still have one owner and go with
@@ -20,8 +21,8 @@ Discipline of the writer
 
 Prefix closure
     Trees insert from the front and evict from the leaves, so with block k of a chain all blocks before
-    it are present: membership along a chain is monotone, and the probe may gallop. Within a call, too: `add`
-    goes front to back and `remove` back to front, so the set is prefix-closed after every single hash.
+    it are present: membership along a chain is monotone, and the probe may gallop. Each call is
+    one step for a reader, so the set is prefix-closed at any time.
 
 Threads
     One writer (LOOP); any thread may read (WAVE does), without a lock: each membership test is atomic in
@@ -36,13 +37,21 @@ Threads
     Neither can read wrong KV: a hash never decides which KV is read.
     A collision may also leave a hole or drop a block that is resident; the same two costs, no others.
 
-Size: about 80 bytes a block (set slot and int); 200K blocks of 64 tokens (64 sequences of 200K) take 16 MB.
+Size: at most 86 bytes a block above 100,000 blocks: a set slot of 16 bytes in a table that is 30 to 60 %
+full (CPython doubles it), and an int of 32. That is why a hash is kept to 60 bits: a 64-bit int takes 48.
+The table does not shrink when blocks go, so it is the largest number of blocks so far that counts. 200K
+blocks of 64 tokens (64 sequences of 200K) take some 14 MB.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+KEPT = (1 << 60) - 1
+"""The bits of a hash that are kept. Two of a million blocks share them with a probability below 10**-6."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,38 +89,34 @@ class HintIndex:
         """Blocks present. O(1), any thread."""
         return len(self._present)
 
-    def add(self, hashes: Sequence[int], start_block: int) -> None:
-        """Writer: the blocks of `hashes` from `start_block` on are resident now.
+    def add(self, hashes: Sequence[int], start_block: int, end_block: int) -> None:
+        """Writer: the blocks [start_block, end_block) of `hashes` are resident now.
 
-        hashes: a chain from block 0 on, array('Q') or a memoryview of one. Blocks before `start_block` must
-        be present. Idempotent. O(blocks added), amortised: the call that outgrows the table rehashes it
-        (some 5 ms at 200K blocks, GIL held). Raises ValueError if `start_block` is outside
-        [0, len(hashes)]; nothing is added then.
+        hashes: array('Q') or a memoryview of one, which is not kept. All blocks of their path before these
+        must be present. Idempotent. O(blocks added), amortised: the call that outgrows the table rehashes
+        it (some 5 ms at 200K blocks, GIL held). Raises ValueError unless 0 <= start_block <= end_block <=
+        len(hashes); nothing is added then.
         """
-        if not 0 <= start_block <= len(hashes):
-            raise ValueError(f"start_block {start_block} is outside a chain of {len(hashes)} blocks")
+        blocks = _kept(hashes, start_block, end_block)
         before = len(self._present)
-        self._present.update(hashes[start_block:])
+        self._present.update(blocks)
         new = len(self._present) - before
         self._added += new
-        self._duplicates += len(hashes) - start_block - new
+        self._duplicates += len(blocks) - new
 
     def remove(self, hashes: Sequence[int], start_block: int, end_block: int) -> None:
         """Writer: the blocks [start_block, end_block) of `hashes` are no longer resident.
 
         hashes: as for `add`. No block that extends these may be present. Idempotent. O(blocks removed).
-        Raises ValueError unless 0 <= start_block <= end_block <= len(hashes); nothing is removed then. (A
-        chain too short for its leaf would leave hashes behind that nobody ever removes.)
+        Raises ValueError as `add` does; nothing is removed then. (A chain too short for its leaf would leave
+        hashes behind that nobody ever removes.)
         """
-        if not 0 <= start_block <= end_block <= len(hashes):
-            raise ValueError(
-                f"blocks [{start_block}, {end_block}) are outside a chain of {len(hashes)} blocks"
-            )
+        blocks = _kept(hashes, start_block, end_block)
         before = len(self._present)
-        self._present.difference_update(reversed(hashes[start_block:end_block]))
+        self._present.difference_update(blocks)
         gone = before - len(self._present)
         self._removed += gone
-        self._missing += end_block - start_block - gone
+        self._missing += len(blocks) - gone
 
     def clear(self) -> None:
         """Writer: nothing is resident any more (tree reset). O(blocks): some 15 ms at 200K, GIL held."""
@@ -127,17 +132,17 @@ class HintIndex:
         """
         present = self._present
         n = len(hashes)
-        if n == 0 or hashes[0] not in present:
+        if n == 0 or hashes[0] & KEPT not in present:
             return 0
         low, step = 0, 1
-        while (high := low + step) < n and hashes[high] in present:
+        while (high := low + step) < n and hashes[high] & KEPT in present:
             low = high
             step += step
         high = min(high, n)
         # hashes[low] was present when it was tested; hashes[high] was not, or is past the end.
         while high - low > 1:
             middle = (low + high) >> 1
-            if hashes[middle] in present:
+            if hashes[middle] & KEPT in present:
                 low = middle
             else:
                 high = middle
@@ -153,3 +158,10 @@ class HintIndex:
             missing=self._missing,
             clears=self._clears,
         )
+
+
+def _kept(hashes: Sequence[int], start: int, end: int) -> list[int]:
+    if not 0 <= start <= end <= len(hashes):
+        raise ValueError(f"blocks [{start}, {end}) are outside a chain of {len(hashes)} blocks")
+    kept: list[int] = (np.asarray(hashes[start:end], np.uint64) & np.uint64(KEPT)).tolist()
+    return kept

@@ -65,7 +65,8 @@ ALLOWED = frozenset(
     pp_size pp_max_micro_batch_size
 
     mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size
-    max_prefill_tokens page_size disable_radix_cache disable_overlap_schedule disable_chunked_prefix_cache
+    disable_chunked_prefix_cache
+    max_prefill_tokens page_size radix_cache_backend disable_radix_cache disable_overlap_schedule
     prefill_decode_interval prefill_decode_interval_min_bs enable_priority_scheduling
     disable_priority_preemption default_priority_value schedule_low_priority_values_first
     abort_on_priority_when_disabled
@@ -103,6 +104,7 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "this way of loading was not tested with WavePP",
     ),
     "chunked_prefill_size": (lambda v: v is None or v > 0, "waves are made of prefill chunks"),
+    "radix_cache_backend": (lambda v: v in (None, "wavepp"), "leases need WavePP's own cache"),
 }
 """Fields on the list of which not all values are: whether a value is, and why others are not."""
 
@@ -145,7 +147,7 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     _SPECULATION: _names("spec.* decoupled_spec_*"),
     _TIERS: _names(
         "enable_hierarchical_cache hicache_* enable_lmcache lmcache_* enable_flexkv flexkv_* "
-        "radix_cache_backend *_external_linker* enable_linker_mla_dedup"
+        "*_external_linker* enable_linker_mla_dedup"
     ),
     _DISAGGREGATION: _names("disaggregation_* enable_pd* pdmux_* sm_group_num optimistic_* num_reserved_*"),
     _SESSIONS: _names("enable_streaming_session enable_session_radix_cache"),

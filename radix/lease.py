@@ -5,6 +5,9 @@ or by `transfer` to the running request, which then owns the lock. After a reset
 epoch) all receipts are dropped, not released, since their nodes are gone.
 
 SGLang's Rust tree is poisoned for good by a second unlock, so misuse is caught here, in Python.
+
+Taking one is two steps, so that the long one does not keep the loop waiting: `find` compares tokens, without
+the guard; `acquire` locks what was found, under the guard, and says what it really got.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import dataclasses
 from typing import Any
 
 from sglang_wavepp.errors import LeaseError
-from sglang_wavepp.radix.protocol import LockedPrefix, PrefixTree
+from sglang_wavepp.radix.protocol import Match, PrefixTree
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -25,11 +28,12 @@ class Lease:
     boundary: int
     node: Any
     _lock: Any
+    _rungs: tuple[Any, ...] = ()
     _open: bool = True
 
 
 class LeaseTable:
-    """Leases of one stage, at most one for each owner. Not thread safe: callers hold the stage's guard."""
+    """Leases of one stage, at most one for each owner. Callers hold the stage's guard, except for `find`."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
@@ -39,21 +43,39 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    @property
+    def tokens(self) -> int:
+        """Sum of the leased boundaries; what several leases share counts for each."""
+        return sum(lease.boundary for lease in self._leases.values())
+
     def get(self, owner: int) -> Lease | None:
         """The lease of `owner`, if it holds one."""
         return self._leases.get(owner)
 
-    def acquire(self, owner: int, prefix: Any, limit: int) -> Lease:
-        """Lease the longest cached prefix of at most `limit` tokens; an owner that has a lease shrinks it.
+    def find(self, owner: int, prefix: Any, limit: int) -> Match | None:
+        """The longest cached prefix of at most `limit` tokens; None if the owner's lease is short enough.
 
-        The boundary of the answer may be shorter than `limit`. When shrinking, the shorter path is locked
-        before the longer one is unlocked, so nothing between them is ever unprotected.
+        Without the guard, in the thread that leases and releases for `owner`. O(limit).
         """
         held = self._leases.get(owner)
         if held is not None and held.boundary <= limit:
-            return held
-        path: LockedPrefix = self._tree.lock_prefix(prefix, limit)
-        lease = Lease(owner, self.epoch, path.boundary, path.node, path.lock)
+            return None
+        return self._tree.match(prefix, limit)
+
+    def acquire(self, owner: int, prefix: Any, found: Match | None) -> Lease:
+        """Lease what `find` found; an owner that has a lease shrinks it.
+
+        The boundary of the answer may be shorter than the found one, where that was evicted meanwhile. When
+        shrinking, the shorter path is locked before the longer one is unlocked, so nothing between them is
+        ever unprotected.
+        """
+        held = self._leases.get(owner)
+        if found is None:
+            if held is not None:
+                return held
+            found = Match(0)
+        path = self._tree.lock(prefix, found)
+        lease = Lease(owner, self.epoch, path.boundary, path.node, path.lock, path.rungs)
         if held is not None:
             self.release(held)
         self._leases[owner] = lease
@@ -61,20 +83,10 @@ class LeaseTable:
 
     def release(self, lease: Lease) -> None:
         """Unlock the path. Raises `LeaseError` if the receipt was used before or is of another epoch."""
-        self._tree.unlock(self._spend(lease))
+        self._tree.unlock(self.transfer(lease))
 
     def transfer(self, lease: Lease) -> Any:
         """Hand the lock over to the caller, who now owes the unlock. Raises like `release`."""
-        return self._spend(lease)
-
-    def reset(self) -> None:
-        """The tree was reset: drop every receipt and start a new epoch."""
-        for lease in self._leases.values():
-            lease._open = False
-        self._leases.clear()
-        self.epoch += 1
-
-    def _spend(self, lease: Lease) -> Any:
         if lease.epoch != self.epoch:
             raise LeaseError(f"lease of request {lease.owner} is of epoch {lease.epoch}, now is {self.epoch}")
         if not lease._open:
@@ -86,4 +98,14 @@ class LeaseTable:
         lease._open = False
         del self._leases[lease.owner]
         lock, lease._lock = lease._lock, None
+        rungs, lease._rungs = lease._rungs, ()
+        for rung in rungs:
+            self._tree.unlock(rung)
         return lock
+
+    def reset(self) -> None:
+        """The tree was reset: drop every receipt and start a new epoch."""
+        for lease in self._leases.values():
+            lease._open = False
+        self._leases.clear()
+        self.epoch += 1

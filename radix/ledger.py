@@ -1,12 +1,14 @@
 """The escrow ledger: room that is promised, not allocated.
 
 One ledger a stage. An entry promises KV room up to a length (`covered`, in tokens, page rounded, one
-page of slack) to one request and one request row until the request binds it. `taken` follows what the
-request already owns or leases; the difference is what is outstanding. At every grant
+page of slack) to one request, and a request row and the recurrent slots of a hybrid model until the request
+binds them. `taken` follows what the request already owns or leases; the difference is what is outstanding.
+At every grant
 
     free + evictable - outstanding >= 0
 
-holds on the stage, evaluated after the request's own lease was taken. The ledger never allocates and
+holds on the stage for tokens, for rows (of which none is evictable) and for recurrent slots, evaluated after
+the request's own lease was taken. The ledger never allocates and
 never evicts: cached tokens that the promise counts on stay reusable until the loop really needs them.
 """
 
@@ -22,7 +24,8 @@ from sglang_wavepp.radix.protocol import PrefixTree
 class _Entry:
     covered: int
     taken: int
-    row: bool
+    bound: bool = False
+    """It has its request row and its recurrent slots."""
 
     @property
     def outstanding(self) -> int:
@@ -38,7 +41,7 @@ class LedgerStatistics:
     tokens: int
     """KV tokens promised and not yet taken."""
     rows: int
-    """Request rows promised and not yet bound."""
+    """Request rows promised and not yet bound, each with the recurrent slots of a request."""
     refused: int
     """Grants and growths refused since the start."""
 
@@ -64,7 +67,8 @@ class Ledger:
         return self._tree.free_tokens() + self._tree.evictable_tokens() - self._tokens
 
     def grant(self, owner: int, boundary: int, until: int) -> bool:
-        """Promise room for KV positions [boundary, until) and a row. Replaces an earlier grant.
+        """Promise room for KV positions [boundary, until), a row and recurrent slots. Replaces an earlier
+        grant.
 
         Call it after the lease at `boundary` was taken: a lease moves tokens out of what is evictable.
         On refusal nothing is promised to `owner` any more. O(1).
@@ -72,10 +76,15 @@ class Ledger:
         self.close(owner)
         covered = self._cover(until)
         need = max(0, covered - boundary)
-        if self.room() < need or self._tree.free_rows() - self._rows < 1:
+        states = self._tree.states_per_request
+        if (
+            self.room() < need
+            or self._tree.free_rows() - self._rows < 1
+            or (states and self._tree.free_states() - self._rows * states < states)
+        ):
             self._refuse(need)
             return False
-        self._entries[owner] = _Entry(covered, boundary, True)
+        self._entries[owner] = _Entry(covered, boundary)
         self._tokens += need
         self._rows += 1
         return True
@@ -115,7 +124,7 @@ class Ledger:
             self._set(entry, min(entry.covered, self._cover(until)), entry.taken)
 
     def take(self, owner: int, length: int) -> None:
-        """The loop allocates up to KV length `length` and binds the row.
+        """The loop allocates up to KV length `length`, and binds the row and the recurrent slots.
 
         Raises `LedgerError` beyond the grant. O(1).
         """
@@ -124,8 +133,8 @@ class Ledger:
             raise LedgerError(
                 f"request {owner} takes KV up to {length} tokens, but {entry.covered} were promised"
             )
-        if entry.row:
-            entry.row = False
+        if not entry.bound:
+            entry.bound = True
             self._rows -= 1
         self._set(entry, entry.covered, max(entry.taken, -(-length // self._page) * self._page))
 
@@ -134,7 +143,7 @@ class Ledger:
         entry = self._entries.pop(owner, None)
         if entry is not None:
             self._tokens -= entry.outstanding
-            self._rows -= entry.row
+            self._rows -= not entry.bound
 
     def statistics(self) -> LedgerStatistics:
         """A snapshot of the totals."""

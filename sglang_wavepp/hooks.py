@@ -74,6 +74,10 @@ RELIED_ON: tuple[str, ...] = (
     f"{_CACHE}.lock",
     f"{_CACHE}.unlock",
     f"{_CACHE}._reset_full",
+    f"{_CACHE}.insert",
+    f"{_CACHE}._evict_device_leaf",
+    f"{_CACHE}._apply_cache_action",
+    f"{_CACHE}._drain_device_frees",
     "sglang.srt.mem_cache.common.checkpoint_kv_cache",
     "sglang.srt.mem_cache.common.release_kv_cache",
     "sglang.srt.mem_cache.allocation.alloc_for_extend",
@@ -86,10 +90,15 @@ RELIED_ON: tuple[str, ...] = (
 
 def install(server_args: Any) -> None:
     """Register the hooks, in a scheduler process of a server with `--wavepp`; SGLang applies them next."""
+    from sglang.srt.mem_cache.registry import default_radix_cache_factory, register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_wavepp.radix.tree import BACKEND
 
     for target, name in HOOKS.items():
         HookRegistry.register(target, globals()[name], HookType.AROUND)
+    # By its name and by default it is the same cache, made with the hook on `create_unified_radix_cache`.
+    register_radix_cache_backend(BACKEND, default_radix_cache_factory)
 
 
 def check(allow_untested: bool) -> None:

@@ -5,8 +5,10 @@ in `outbox` (messages to members) and `events` (for stage 0's loop and the clien
 drains. Time is passed in.
 
 One hold round is in flight at a time. Members grant its items in order, and after a refusal everything
-behind it in the queue is given back: grants do not cross, and first come is first served. A boundary only
-shrinks within one admission, so an admission ends after at most as many hold rounds as it has distinct
+behind it in the queue is given back: grants do not cross, and first come is first served. Hints count whole
+blocks, so a hold asks for up to a page less than a block more, and the stages answer with what they really
+have; if that is equal everywhere, as it is where the caches are alike, it is agreed. From then on a boundary
+only shrinks within one admission, so an admission ends after at most as many hold rounds as it has distinct
 boundaries. A hint is asked for again if waves were finished since it was given: waiting requests profit
 from what earlier ones inserted meanwhile. And a request whose next prompt block a committed request is just
 computing waits until all that they share is there, instead of computing it again; those behind it go on.
@@ -78,6 +80,7 @@ class Admission:
     """Lower ranks go first; within a rank, first come, first served."""
     state: State = State.OFFERED
     candidate: int = 0
+    """Tokens that it may reuse at most; once agreed, exactly those."""
     until: int = 0
     hints: dict[int, int] = dataclasses.field(default_factory=dict)
     hinted_at: int = -1
@@ -148,6 +151,9 @@ class Leader:
 
     MAX_ROUND = 32
     """Items in one hold round: bounds how long the guard is taken in one go on a member."""
+    LEASED_SHARE = 0.5
+    """Of the smallest pool: what requests that are not committed yet may have leased, besides the first of
+    them."""
     MAX_ASKED = 4
     """How often the hint of a request that waits for another's blocks is refreshed, at most."""
 
@@ -354,6 +360,7 @@ class Leader:
         items: list[Admission] = []
         stale: list[Admission] = []
         held: list[tuple[int, int]] = []
+        leased = 0
         for a in self._queue:
             if room <= 0 or ahead <= 0 or len(items) >= self.MAX_ROUND:
                 break
@@ -366,6 +373,9 @@ class Leader:
                 if all(a.awaits.seq != s.seq for s in stale):
                     continue
                 a.awaits = None  # what that one reuses is to be asked: ask for both at once
+            leased += a.candidate if held else 0
+            if leased > self.limits.pool * self.LEASED_SHARE:
+                break
             room -= 1
             if a.state is State.HINTED:
                 items.append(a)
@@ -434,7 +444,8 @@ class Leader:
             a.hints[rank] = item.boundary
             if len(a.hints) < self.limits.stages:
                 continue
-            a.candidate = min(a.hints.values())
+            most = min(a.hints.values()) + self.limits.block - self.limits.page
+            a.candidate = min(most, (a.length - 1) // self.limits.page * self.limits.page)
             a.state = State.HINTED
             if self._new.pop(item.seq, None) is not None:
                 a.rounds += 1
@@ -469,11 +480,9 @@ class Leader:
                 self._fall_short({rank for rank, item in enumerate(column) if not item.granted})
                 self._refused(a, [rank for rank, item in enumerate(column) if item.hopeless])
                 return
-            boundary = min(item.boundary for item in column)
-            if all(item.boundary == a.candidate for item in column):
-                a.state = State.AGREED
-            else:
-                a.candidate, a.state = boundary, State.HINTED
+            a.candidate = min(item.boundary for item in column)
+            agreed = all(item.boundary == a.candidate for item in column)
+            a.state = State.AGREED if agreed else State.HINTED
 
     def _fall_short(self, ranks: set[int]) -> None:
         """These stages refused. What was refused is tried again once all of them have reported room."""

@@ -1,9 +1,10 @@
 """The member's side of admission: what one stage answers to the leader. Pure; every stage runs one.
 
 Calls come from two threads. The WAVE thread feeds the `on_*` methods with messages; the LOOP thread
-calls the methods under "the loop's side" while it applies the log. Everything that touches the tree or
+calls the methods under "the loop's side" while it applies the log. Everything that changes the tree or
 the ledger happens under the stage's guard, which the LOOP thread holds for each whole compound
-operation, so the inequality of the ledger is never evaluated in the middle of one.
+operation, so the inequality of the ledger is never evaluated in the middle of one. Hints, and the
+comparison of tokens before a lease, do without the guard and never wait for the loop.
 
 Ownership: a lease and its escrow belong to this machine until `take`; from COMMIT on they belong to the
 loop. The leader's frames can only give back what is uncommitted.
@@ -111,11 +112,7 @@ class Member:
             # The leader sends nothing of a new epoch before every stage has acknowledged the reset.
             self._send(Nack(self.epoch, getattr(message, "round", 0)))
         elif isinstance(message, HintQuery):
-            with self._guard():
-                late = message.position > self._applied
-                if late:
-                    self._queries.append(message)
-            if not late:
+            if not self._wait_for_loop(message):
                 self._hint(message.seqs)
         elif isinstance(message, Hold):
             self._hold(message)
@@ -136,17 +133,30 @@ class Member:
         else:
             raise ProtocolError(f"a member got {type(message).__name__}, which no leader sends")
 
-    def _hint(self, seqs: Iterable[int]) -> None:
-        items = []
+    def _wait_for_loop(self, query: HintQuery) -> bool:
+        """Put a query aside that the loop is not ready for yet."""
+        if query.position <= self._applied:
+            return False
         with self._guard():
-            for seq in seqs:
-                prefix = self._offered.get(seq)
-                if prefix is not None:
-                    items.append(HintItem(seq, self._tree.probe(prefix, prefix.max_boundary)))
-                elif seq in self._committed:
-                    self._asked_early.add(seq)
+            if query.position <= self._applied:
+                return False
+            self._queries.append(query)
+            return True
+
+    def _hint(self, seqs: Iterable[int]) -> None:
+        items = [HintItem(seq, self._tree.hint(prefix)) for seq in seqs if (prefix := self._waiting(seq))]
         if items:
             self._send(Hint(self.epoch, items))
+
+    def _waiting(self, seq: int) -> Any | None:
+        """The request, if it is offered and not committed. If it is committed here, it is hinted later."""
+        prefix = self._offered.get(seq)
+        if prefix is None and seq in self._committed:
+            with self._guard():
+                prefix = self._offered.get(seq)  # the loop may have retracted it this moment
+                if prefix is None and seq in self._committed:
+                    self._asked_early.add(seq)
+        return prefix
 
     def _hold(self, message: Hold) -> None:
         answers: list[HeldItem] = []
@@ -156,8 +166,9 @@ class Member:
             if void or prefix is None:
                 answers.append(HeldItem(item.seq, 0, False))
                 continue
+            found = self.leases.find(item.seq, prefix, min(item.boundary, prefix.max_boundary))
             with self._guard():
-                lease = self.leases.acquire(item.seq, prefix, item.boundary)
+                lease = self.leases.acquire(item.seq, prefix, found)
                 granted = self.ledger.grant(item.seq, lease.boundary, item.until)
                 if not granted:
                     self.leases.release(lease)
@@ -207,8 +218,7 @@ class Member:
 
     def reusable(self, seq: int) -> int:
         """Tokens of a committed request that this stage could reuse now."""
-        prefix = self._committed[seq]
-        return self._tree.probe(prefix, prefix.max_boundary)
+        return self._tree.hint(self._committed[seq])
 
     def finish(self, seq: int) -> None:
         """The request ended: its escrow is over."""

@@ -43,6 +43,8 @@ class Welcome(Message, frozen=True):
     capacity: dict[str, int]
     pools: list[int]
     """KV tokens of each stage."""
+    seed: int
+    """Of the prompt hashes: drawn for this server, so that nobody outside can make two prompts collide."""
 
 
 class Refuse(Message, frozen=True):
@@ -55,9 +57,11 @@ class Refuse(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """A new request; its payload follows in the next frame of the same multipart message."""
+    """A new request. Two more frames of the same multipart message follow: its payload, and the chained
+    hashes of its prompt's full blocks as raw uint64 (none where nothing is ever reused). `digest` covers
+    both.
+    """
 
-    epoch: int
     seq: int
     digest: int
 
@@ -75,7 +79,7 @@ class HintQuery(Message, frozen=True):
 
 
 class HoldItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Lease `boundary` tokens of a request and escrow the room up to KV length `until`."""
+    """Lease at most `boundary` tokens of a request and escrow the room up to KV length `until`."""
 
     seq: int
     boundary: int

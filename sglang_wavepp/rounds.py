@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 _WARN_EVERY_S = 10.0
 BULK_AT_A_TIME = 8
 """Requests taken in one go, between looking at everything else."""
+_COPY_BELOW = 65536
+"""Bytes; larger bulk is sent from where it lies."""
 _FRAMES_AT_A_TIME = 1000
 """Frames of members, or of strangers, taken in one go."""
 
@@ -110,8 +112,8 @@ class LeaderPlane(_Plane):
             socket.router_mandatory = 1
             socket.bind(self._address(name))
 
-    def send(self, rank: int | None, message: Message, payload: bytes | None = None) -> None:
-        """Send to one member, or to all; with `payload` on the bulk socket.
+    def send(self, rank: int | None, message: Message, *bulk: bytes) -> None:
+        """Send to one member, or to all; with `bulk`, two frames that follow it, on the bulk socket.
 
         Raises `ProtocolError` if a member is gone.
         """
@@ -119,10 +121,11 @@ class LeaderPlane(_Plane):
         for target in self._identities if rank is None else (rank,):
             identity = self._identities[target]
             try:
-                if payload is None:
+                if not bulk:
                     self.control.send_multipart((identity, frame), copy=True)
                 else:
-                    self.bulk.send_multipart((identity, frame, payload), copy=len(payload) < 65536)
+                    copy = sum(map(len, bulk)) < _COPY_BELOW
+                    self.bulk.send_multipart((identity, frame, *bulk), copy=copy)
             except zmq.ZMQError as error:
                 raise ProtocolError(
                     f"stage {target} cannot be reached on the rounds plane: {error}"
@@ -158,11 +161,11 @@ class LeaderPlane(_Plane):
                 continue
             yield rank, message
 
-    def gather(self, mine: Hello, deadline: float) -> Welcome:
+    def gather(self, mine: Hello, deadline: float, seed: int) -> Welcome:
         """Handshake: wait for all members, compare, agree on the smallest capacity, answer.
 
-        `deadline` is in `time.monotonic` seconds. Raises `HandshakeError` after telling the members why. Once
-        every member is connected the directory is not needed any more, and goes.
+        All get `seed`. `deadline` is in `time.monotonic` seconds. Raises `HandshakeError` after telling the
+        members why. Once every member is connected the directory is not needed any more, and goes.
         """
         hellos = {0: mine}
         connected = {0}
@@ -193,7 +196,8 @@ class LeaderPlane(_Plane):
         capacity = {k: min(h.capacity[k] for h in hellos.values()) for k in mine.capacity}
         shutil.rmtree(self.directory, ignore_errors=True)
         ordered = [hellos[rank] for rank in sorted(hellos)]
-        welcome = Welcome([h.pid for h in ordered], capacity, [h.capacity["kv_tokens"] for h in ordered])
+        pools = [h.capacity["kv_tokens"] for h in ordered]
+        welcome = Welcome([h.pid for h in ordered], capacity, pools, seed)
         self.send(None, welcome)
         return welcome
 
@@ -207,7 +211,7 @@ class MemberPlane(_Plane):
 
     def __init__(self, directory: Path, rank: int) -> None:
         super().__init__(directory, zmq.DEALER)
-        self._overheard: deque[tuple[Message, bytes | None]] = deque()
+        self._overheard: deque[tuple[Message, list[bytes]]] = deque()
         for socket, name in ((self.control, "control"), (self.bulk, "bulk")):
             socket.setsockopt(zmq.IDENTITY, f"stage-{rank}".encode())
             socket.connect(self._address(name))
@@ -216,8 +220,8 @@ class MemberPlane(_Plane):
         """Send to stage 0. Never blocks."""
         self.control.send(encode(message), zmq.NOBLOCK)
 
-    def receive(self) -> Iterator[tuple[Message, bytes | None]]:
-        """Messages that are there now, with their payload if they came on the bulk socket.
+    def receive(self) -> Iterator[tuple[Message, list[bytes]]]:
+        """Messages that are there now, with the two frames that follow if they came on the bulk socket.
 
         Small messages first and all of them; of the bulky ones a few, so that a burst delays no decision.
         """
@@ -232,20 +236,20 @@ class MemberPlane(_Plane):
             self._overheard.append(item)
             yield 0
 
-    def _receive(self, socket: zmq.Socket[bytes], most: int) -> Iterator[tuple[Message, bytes | None]]:
+    def _receive(self, socket: zmq.Socket[bytes], most: int) -> Iterator[tuple[Message, list[bytes]]]:
         for _ in range(most):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                if len(frames) != (2 if socket is self.bulk else 1):
+                if len(frames) != (3 if socket is self.bulk else 1):
                     raise msgspec.DecodeError(f"{len(frames)} frames")
                 message = decode_from_leader(frames[0])
             except msgspec.DecodeError as error:
                 self._drop("stage 0", error)
                 continue
-            yield message, frames[1] if socket is self.bulk else None
+            yield message, frames[1:]
 
     def join(self, mine: Hello, deadline: float) -> Welcome:
         """Handshake: introduce this stage and wait for stage 0's verdict. Raises `HandshakeError`."""

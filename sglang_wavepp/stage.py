@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import os
+import secrets
 import sys
 import threading
 import time
@@ -102,6 +103,7 @@ class Stage:
             "running": self.loop.executor.live,
             "waiting": member.offered,
             "kv_tokens": self.pools,
+            "hint_index": None if self.hints is None else dataclasses.asdict(self.hints.index.statistics()),
             "held": {
                 "leases": member.leases,
                 "escrow_tokens": member.escrow_tokens,
@@ -123,7 +125,7 @@ class Stage:
         plane: LeaderPlane | MemberPlane
         if self.rank == 0:
             plane = LeaderPlane(make_socket_dir(config.socket_dir, name), self.stages)
-            welcome = plane.gather(hello, deadline)
+            welcome = plane.gather(hello, deadline, secrets.randbits(64))
         else:
             plane = MemberPlane(find_socket_dir(config.socket_dir, name, deadline), self.rank)
             welcome = plane.join(hello, deadline)
@@ -138,6 +140,8 @@ class Stage:
         s.max_req_input_len = min(agreed["max_req_input_len"], self.longest)
         self.block = math.lcm(config.block_size, s.page_size)
         """Tokens of a block of the prompt hashes."""
+        self.hints = None if s.tree_cache.disable else s.tree_cache.keep_hints(self.block, welcome.seed)
+        """None if nothing is ever reused."""
         s.load_inquirer = dataclasses.replace(
             s.load_inquirer, max_total_num_tokens=self.pool, max_running_requests=s.max_running_requests
         )
@@ -201,6 +205,7 @@ class Stage:
             "configuration": self.config.digest(),
             "page size": str(s.page_size),
             "block size": str(self.config.block_size),
+            "byte order": sys.byteorder,
             "number of stages": str(self.stages),
         }
 

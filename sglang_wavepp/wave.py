@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,14 @@ from sglang_wavepp.rounds import LeaderPlane, Mailbox, MemberPlane
 from sglang_wavepp.watch import PeerWatch, end_server
 
 logger = logging.getLogger(__name__)
+
+
+def digest_of(payload: bytes, chain: bytes) -> int:
+    """What stages compare to know that they have the same request."""
+    digest = xxhash.xxh3_64(payload)
+    digest.update(chain)
+    return digest.intdigest()
+
 
 _TICK_S = 1.0
 """Heartbeats are sent and time limits looked at this often, or more often if a limit is short."""
@@ -188,8 +197,8 @@ class MemberWave(Wave):
 
     def __init__(self, stage: Any, plane: MemberPlane, peers: dict[int, int]) -> None:
         super().__init__(stage, plane, peers)
-        self._digests: dict[int, int] = {}
-        """Payload digests of requests that are being built."""
+        self._building: dict[int, tuple[int, array[int]]] = {}
+        """Digest and prompt hashes of requests that are being built."""
         self._latest_offer = -1
         self._forgotten: set[int] = set()
         """Requests that were forgotten before their offer came: it takes the other socket."""
@@ -207,47 +216,49 @@ class MemberWave(Wave):
         self._plane.send(Beat(loop.log.position, loop.progress.doing))
 
     def _turn(self) -> None:
-        for message, payload in self._plane.receive():
+        for message, bulk in self._plane.receive():
             self._saw(0, message)
             if isinstance(message, Log):
                 self.stage.loop.post(partial(self.stage.loop.entries, message.first, message.entries))
             elif isinstance(message, Offer):
-                self._offer(message, payload or b"")
+                self._offer(message, *bulk)
             elif not isinstance(message, Beat):
                 if isinstance(message, Forget):
                     for seq in message.seqs:
                         self.stage.intake.cancel(seq)
-                        self._digests.pop(seq, None)
+                        self._building.pop(seq, None)
                         if seq > self._latest_offer:
                             self._forgotten.add(seq)
                 self.stage.member.on_message(message)
         self._compiled()
 
-    def _offer(self, offer: Offer, payload: bytes) -> None:
+    def _offer(self, offer: Offer, payload: bytes, chain: bytes) -> None:
         member = self.stage.member
         self._latest_offer = offer.seq
         if offer.seq in self._forgotten:
             self._forgotten.discard(offer.seq)
             return
-        if xxhash.xxh3_64_intdigest(payload) != offer.digest:
+        if digest_of(payload, chain) != offer.digest:
             member.failed(offer.seq, "the payload arrived damaged")
             return
+        hashes = array("Q")
         try:
+            hashes.frombytes(chain)
             request = decode_request(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError) as error:
             member.failed(offer.seq, f"the payload does not decode: {error}")
             return
         with self.guarded():
             req, ready = self.stage.intake.build(offer.seq, request)
-        self._digests[offer.seq] = offer.digest
+        self._building[offer.seq] = offer.digest, hashes
         if ready:
             self._built(offer.seq, req)
 
     def _built(self, seq: int, req: Any | None) -> None:
-        digest = self._digests.pop(seq)
+        digest, hashes = self._building.pop(seq)
         if req is None:
             self.stage.member.failed(seq, "the request is not valid here")
         elif req.to_finish is not None:
             self.stage.member.failed(seq, req.to_finish.message)
         else:
-            self.stage.member.offered(seq, RequestPrefix(req, digest))
+            self.stage.member.offered(seq, RequestPrefix(req, digest, hashes, self.stage.hints))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import xxhash
 import zmq
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers.io_struct import (
@@ -39,7 +38,7 @@ from sglang_wavepp.codec import (
     strip_unsupported,
 )
 from sglang_wavepp.errors import ProtocolError
-from sglang_wavepp.hint_index import chain, seed_of
+from sglang_wavepp.hint_index import KnownChains, seed_of
 from sglang_wavepp.leader import Committed, Event, GrowthGranted, Leader, Rejected
 from sglang_wavepp.messages import (
     Beat,
@@ -51,9 +50,12 @@ from sglang_wavepp.messages import (
 )
 from sglang_wavepp.radix.tree import RequestPrefix
 from sglang_wavepp.rounds import BULK_AT_A_TIME, LeaderPlane
-from sglang_wavepp.wave import Wave
+from sglang_wavepp.wave import Wave, digest_of
 
 logger = logging.getLogger(__name__)
+
+_KNOWN_TOKENS = 16 << 20
+"""Prompt tokens whose chains stage 0 remembers: 128 MB of token ids, 2 MB of hashes."""
 
 
 class LeaderWave(Wave):
@@ -69,8 +71,7 @@ class LeaderWave(Wave):
         self._requests: dict[int, RequestPrefix] = {}
         """Every request from its offer to its end."""
         self._next_seq = 0
-        self._seed = secrets.randbits(64)
-        """Of the prompt hashes: nobody outside can make two prompts collide."""
+        self._chains = None if stage.hints is None else KnownChains(stage.hints.block, _KNOWN_TOKENS)
         self._controls: deque[tuple[Any, float]] = deque()
         self._control_running = False
         self._acks: dict[int, dict[int, ControlDone]] = {}
@@ -313,18 +314,20 @@ class LeaderWave(Wave):
                 self._retire(req)
         if req is None or failed:
             return
-        prefix = RequestPrefix(req, xxhash.xxh3_64_intdigest(payload))
+        hints, hashes = self.stage.hints, array("Q")
+        if self._chains is not None:
+            namespace = seed_of(hints.seed, req.extra_key, req.cache_salt)
+            hashes = self._chains.chain(req.origin_input_ids, namespace)
+        chain = hashes.tobytes()
+        prefix = RequestPrefix(req, digest_of(payload, chain), hashes, hints)
         self._requests[seq] = prefix
-        hashes: Sequence[int] = ()
-        if prefix.max_boundary > 0 and not self.stage.scheduler.tree_cache.disable:
-            namespace = seed_of(self._seed, req.extra_key, req.cache_salt)
-            hashes = chain(req.origin_input_ids, self.leader.limits.block, namespace)
         s = self.stage.scheduler
         if s.enable_priority_scheduling and req.priority is None:
             s._set_or_validate_priority(req)  # SGLang has not yet, if its grammar is being compiled
         rank = req.priority * s.policy.priority_sign if s.enable_priority_scheduling else 0
-        self.leader.arrive(seq, req.origin_input_ids, req.sampling_params.max_new_tokens, hashes, rank)
-        self._plane.send(None, Offer(self.leader.epoch, seq, prefix.digest), payload)
+        shared: Sequence[int] = hashes if prefix.max_boundary > 0 else ()
+        self.leader.arrive(seq, req.origin_input_ids, req.sampling_params.max_new_tokens, shared, rank)
+        self._plane.send(None, Offer(seq, prefix.digest), payload, chain)
         if ready:
             self._built(seq, req)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from sglang_wavepp.hint_index import chain
+from sglang_wavepp.hint_index import Hints, chain
 from sglang_wavepp.leader import Committed, GrowthGranted, Leader, Limits, Rejected
 from sglang_wavepp.log import DecisionLog
 from sglang_wavepp.member import Member
@@ -29,7 +29,7 @@ from sglang_wavepp.messages import (
     decode_from_member,
     encode,
 )
-from sglang_wavepp.radix.protocol import LockedPrefix
+from sglang_wavepp.radix.protocol import LockedPrefix, Match
 from sglang_wavepp.sequencer import Sequencer
 
 
@@ -57,11 +57,20 @@ class Request:
         return self.length - 1
 
 
+SEED = 1
+"""Of the prompt hashes."""
+
+
 class ModelTree:
     """A radix tree as an obvious model: the set of cached prefixes, one page longer than the next."""
 
+    states_per_request = 0
+
     def __init__(self, pool: int, rows: int, page: int) -> None:
         self.page_size, self._pool, self.rows = page, pool, rows
+        self.hints = Hints(4 * page, SEED)
+        self._blocks: dict[tuple[int, ...], array[int]] = {}
+        """Prefix of whole blocks -> the hash of its last one."""
         self._nodes: dict[tuple[int, ...], int] = {(): 0}
         """prefix -> locks that end at or below it."""
         self.private = 0
@@ -75,11 +84,16 @@ class ModelTree:
     def _chain(self, node: tuple[int, ...]) -> list[tuple[int, ...]]:
         return [node[:n] for n in range(self.page_size, len(node) + 1, self.page_size)]
 
-    def probe(self, prefix: Request, limit: int) -> int:
-        return len(self._longest(prefix.tokens, limit))
+    def hint(self, prefix: Request) -> int:
+        hashes = chain(array("q", prefix.tokens), self.hints.block, SEED)
+        return self.hints.boundary(hashes, prefix.max_boundary) // self.page_size * self.page_size
 
-    def lock_prefix(self, prefix: Request, limit: int) -> LockedPrefix:
+    def match(self, prefix: Request, limit: int) -> Match:
         node = self._longest(prefix.tokens, limit)
+        return Match(len(node), ((len(node), node),))
+
+    def lock(self, prefix: Request, match: Match) -> LockedPrefix:
+        node = self._longest(prefix.tokens, match.boundary)
         for n in self._chain(node):
             self._nodes[n] += 1
         return LockedPrefix(len(node), node, node)
@@ -106,21 +120,29 @@ class ModelTree:
     def free_rows(self) -> int:
         return self.rows
 
+    def free_states(self) -> int:
+        return 0
+
     def allocate(self, tokens: int, rng: random.Random) -> None:
         """Take private pages, evicting unlocked leaves in any order. What was escrowed must be there."""
         while self.free_tokens() < tokens:
             inner = {n[: -self.page_size] for n in self._nodes if n}
             leaves = [n for n, locks in self._nodes.items() if n and not locks and n not in inner]
             assert leaves, f"no room for {tokens} tokens that were promised"
-            del self._nodes[rng.choice(leaves)]
+            self._evict(rng.choice(leaves))
         self.private += tokens
 
     def insert(self, tokens: tuple[int, ...]) -> int:
         """Cache the full pages of `tokens`; returns how many tokens became cached with it."""
         full = tokens[: len(tokens) // self.page_size * self.page_size]
         new = [n for n in self._chain(full) if n not in self._nodes]
+        hashes = chain(array("q", full), self.hints.block, SEED)
         for n in new:
             self._nodes[n] = 0
+            blocks, rest = divmod(len(n), self.hints.block)
+            if not rest:
+                self.hints.index.add(hashes, blocks - 1, blocks)
+                self._blocks[n] = hashes[blocks - 1 : blocks]
         return len(new) * self.page_size
 
     def evict_some(self, rng: random.Random) -> None:
@@ -128,7 +150,12 @@ class ModelTree:
         inner = {n[: -self.page_size] for n in self._nodes if n}
         leaves = [n for n, locks in self._nodes.items() if n and not locks and n not in inner]
         for n in rng.sample(leaves, rng.randrange(len(leaves) + 1)):
-            del self._nodes[n]
+            self._evict(n)
+
+    def _evict(self, leaf: tuple[int, ...]) -> None:
+        del self._nodes[leaf]
+        if leaf in self._blocks:
+            self.hints.index.remove(self._blocks.pop(leaf), 0, 1)
 
 
 class SimStage:
@@ -207,7 +234,7 @@ class SimStage:
         moved = len(tokens) // self.tree.page_size * self.tree.page_size - before
         self.tree.private -= moved
         request.private -= moved
-        longer = self.tree.lock_prefix(request, len(tokens)).lock
+        longer = self.tree.lock(request, self.tree.match(request, len(tokens))).lock
         self.tree.unlock(request.lock or ())
         request.lock = longer
 
@@ -304,6 +331,7 @@ class Cluster:
         self.sample: Callable[[], int] = lambda: self.rng.randrange(3)
         """What the model says."""
         self.waves: list[Prefill | Decode] = []
+        self.committed: list[Committed] = []
         self.order: list[int] = []
         """Requests in the order in which they were committed."""
         self.delivered = 0
@@ -317,7 +345,7 @@ class Cluster:
 
     def submit(self, seq: int, tokens: tuple[int, ...], max_new: int, rank: int = 0) -> None:
         self.payloads[seq] = (tokens, min(max_new, self.longest - len(tokens)))
-        hashes = chain(array("q", tokens), self.leader.limits.block, 1)
+        hashes = chain(array("q", tokens), self.leader.limits.block, SEED)
         self.leader.arrive(seq, tokens, self.payloads[seq][1], hashes, rank)
 
     def abort(self, seq: int) -> None:
@@ -395,6 +423,8 @@ class Cluster:
                 self.rejected[event.seq] = event.reason
             else:
                 self.inbox.append(("event", event))
+            if isinstance(event, Committed):
+                self.committed.append(event)
         for rank, message in outbox:
             self.queries += isinstance(message, HintQuery)
             for r in range(len(self.stages)) if rank is None else (rank,):

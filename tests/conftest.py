@@ -111,12 +111,15 @@ def wave2(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 @pytest.fixture(scope="session")
 def wave4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """WavePP on four stages, KV in pages of 16 tokens, with SGLang's metrics, priorities, decode interval."""
+    """WavePP on four stages, KV in pages of 16 tokens, with SGLang's metrics, priorities, decode interval.
+
+    WavePP's cache is chosen by its name, which makes no difference.
+    """
     log = tmp_path_factory.mktemp("logs") / "wave4.log"
     priority = ("--enable-priority-scheduling", "--disable-priority-preemption")
     limits = ("--max-queued-requests", str(QUEUED), "--prefill-decode-interval", str(INTERVAL))
     pools = ("--wavepp-pool-tokens", "auto")
-    flags = ("--enable-metrics", *priority, *limits, *pools)
+    flags = ("--enable-metrics", "--radix-cache-backend", "wavepp", *priority, *limits, *pools)
     with start(model, log, pp_size=4, wavepp=True, page_size=16, flags=flags) as server:
         yield server
 

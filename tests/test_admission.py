@@ -202,3 +202,32 @@ def test_followers_are_asked_for_their_prefix_together() -> None:
     cluster = _together(4, 2)
     _rest(cluster)
     assert cluster.queries <= 8
+
+
+@pytest.mark.parametrize(("shorter", "boundary", "rounds"), [(0, 10, 2), (2, 8, 3), (3, 7, 2)])
+def test_alike_caches_agree_in_one_hold_on_a_boundary_inside_a_block(
+    shorter: int, boundary: int, rounds: int
+) -> None:
+    cluster = Cluster(1, stages=3, pools=[100] * 3)
+    cached = tuple(range(10))  # two and a half blocks
+    for stage in cluster.stages:
+        stage.tree.insert(cached[: len(cached) - shorter * (stage.rank == 2)])
+    cluster.submit(0, (*cached, 98, 99), 2)
+    _rest(cluster)
+    (event,) = cluster.committed
+    assert (event.boundary, event.rounds) == (boundary, rounds)
+
+
+def test_requests_behind_the_first_lease_no_more_than_their_share() -> None:
+    cached = tuple(range(40))
+    for seed in range(20):
+        cluster = Cluster(seed, stages=2, pools=[200, 300], budget=1000)
+        for stage in cluster.stages:
+            stage.tree.insert(cached)
+        for seq in range(6):
+            cluster.submit(seq, (*cached, 1000 + seq), 2)
+        most = 0
+        while cluster.step():
+            most = max(most, sum(a.candidate for a in cluster.leader._queue if a.until))
+        cluster.check_quiet()
+        assert most == (1 + 200 * cluster.leader.LEASED_SHARE // len(cached)) * len(cached)

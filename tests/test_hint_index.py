@@ -15,7 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_wavepp.hint_index import HintIndex, HintIndexStatistics, chain, seed_of
+from sglang_wavepp.hint_index import (
+    HintIndex,
+    HintIndexStatistics,
+    Hints,
+    KnownChains,
+    Snapshot,
+    SnapshotIndex,
+    chain,
+    seed_of,
+)
+from sglang_wavepp.hint_index.known import STRIDE
+from sglang_wavepp.hint_index.snapshots import SEGMENT
 
 SEED = seed_of(0x1234_5678_9ABC_DEF0, None, None)
 
@@ -192,12 +203,12 @@ def test_seeds_belong_to_one_server() -> None:
 
 def test_statistics_count_blocks_and_show_a_broken_discipline() -> None:
     index, hashes = HintIndex(), chain_of_length(10)
-    index.add(hashes, 0)
+    index.add(hashes, 0, len(hashes))
     index.remove(hashes, 6, 10)
     assert index.statistics() == HintIndexStatistics(
         blocks=6, added=10, removed=4, duplicates=0, missing=0, clears=0
     )
-    index.add(hashes, 4)  # blocks 4 and 5 are there: idempotent, but counted
+    index.add(hashes, 4, len(hashes))  # blocks 4 and 5 are there: idempotent, but counted
     index.remove(hashes, 9, 10)
     index.remove(hashes, 8, 10)  # block 9 is gone already
     assert index.probe(hashes) == len(index) == 8
@@ -212,20 +223,20 @@ def test_statistics_count_blocks_and_show_a_broken_discipline() -> None:
 @pytest.mark.parametrize("start, end", [(-1, 2), (2, 1), (0, 5), (5, 5)])
 def test_ranges_outside_the_chain_change_nothing(start: int, end: int) -> None:
     index, hashes = HintIndex(), chain_of_length(4)
-    index.add(hashes, 0)
+    index.add(hashes, 0, len(hashes))
     with pytest.raises(ValueError, match="chain of 4 blocks"):
         index.remove(hashes, start, end)
     if not 0 <= start <= 4:
         with pytest.raises(ValueError, match="chain of 4 blocks"):
-            index.add(hashes, start)
+            index.add(hashes, start, len(hashes))
     assert index.probe(hashes) == len(index) == 4
 
 
 def test_exactly_the_named_blocks_change() -> None:
     index, hashes = HintIndex(), chain_of_length(10)
-    index.add(hashes, 7)  # beside the discipline: the index adds no more than it is told
+    index.add(hashes, 7, len(hashes))  # beside the discipline: the index adds no more than it is told
     assert len(index) == 3
-    index.add(hashes[:7], 0)
+    index.add(hashes, 0, 7)
     index.remove(hashes, 2, 5)
     assert len(index) == 7
     assert index.probe(hashes[:5]) == 2
@@ -234,7 +245,7 @@ def test_exactly_the_named_blocks_change() -> None:
 def test_received_buffers_serve_as_chains() -> None:
     index, hashes = HintIndex(), chain_of_length(20)
     frame = memoryview(hashes.tobytes()).cast("Q")
-    index.add(frame, 0)
+    index.add(frame, 0, len(frame))
     assert index.probe(frame) == index.probe(hashes) == 20
     index.remove(frame, 5, 20)
     assert index.probe(frame) == index.probe(hashes) == 5
@@ -247,11 +258,11 @@ def test_probe_equals_linear_scan_for_every_length_and_boundary() -> None:
     for n in range(66):
         hashes = chain_of_length(n)
         index = HintIndex()
-        index.add(chain_of_length(40, start=1000), 0)  # somebody else's
+        index.add(chain_of_length(40, start=1000), 0, 40)  # somebody else's
         for resident in range(n + 1):
             assert index.probe(hashes) == resident
             if resident < n:
-                index.add(hashes[: resident + 1], resident)
+                index.add(hashes, resident, resident + 1)
 
 
 @given(
@@ -261,7 +272,7 @@ def test_probe_equals_linear_scan_on_prefix_closed_sets(residents: list[list[int
     index, present = HintIndex(), set[int]()
     for tokens in residents:
         hashes = chain(array("q", tokens), 2, SEED)
-        index.add(hashes, linear_probe(present, hashes))
+        index.add(hashes, linear_probe(present, hashes), len(hashes))
         present.update(hashes)
     asked = chain(array("q", query), 2, SEED)
     assert index.probe(asked) == linear_probe(present, asked)
@@ -274,7 +285,7 @@ def test_probe_ends_at_a_present_block_even_in_a_set_with_holes(present: list[bo
     index, hashes = HintIndex(), chain_of_length(len(present))
     for k, there in enumerate(present):
         if there:
-            index.add(hashes[: k + 1], k)
+            index.add(hashes, k, k + 1)
     answer = index.probe(hashes)
     assert 0 <= answer <= len(hashes)
     assert answer == 0 or present[answer - 1]
@@ -292,7 +303,7 @@ def test_probe_takes_logarithmically_many_lookups() -> None:
         index, hashes = HintIndex(), chain_of_length(n)
         for resident in {0, 1, n // 3, n // 2, n - 1, n}:
             index.clear()
-            index.add(hashes[:resident], 0)
+            index.add(hashes, 0, resident)
             reads = 0
             assert index.probe(WatchedChain(hashes, count)) == resident
             assert reads <= 2 * n.bit_length() + 2
@@ -347,7 +358,7 @@ class TreeInStep(RuleBasedStateMachine):
         for end in range(self.PAGE, len(key[1]) + 1, self.PAGE):
             self.resident.add((key[0], key[1][:end]))
         aligned = key[1][: len(key[1]) // self.PAGE * self.PAGE]
-        self.index.add(self.hashes((key[0], aligned)), prefix_len // self.BLOCK)
+        self.index.add(self.hashes((key[0], aligned)), prefix_len // self.BLOCK, len(aligned) // self.BLOCK)
 
     @precondition(lambda self: self.resident)
     @rule(data=st.data())
@@ -396,7 +407,7 @@ def test_a_probe_overlapped_by_writes_answers_with_a_length_of_its_time(n: int, 
     """Every interleaving at the probe's own granularity: writes happen between two of its lookups."""
     index, hashes = HintIndex(), chain_of_length(n)
     length = data.draw(st.integers(0, n))
-    index.add(hashes[:length], 0)
+    index.add(hashes, 0, length)
     seen = [length]
     targets: Iterator[int] = iter(data.draw(st.lists(st.integers(0, n), max_size=16)))
 
@@ -404,7 +415,7 @@ def test_a_probe_overlapped_by_writes_answers_with_a_length_of_its_time(n: int, 
         nonlocal length
         target = next(targets, length)
         if target > length:
-            index.add(hashes[:target], length)
+            index.add(hashes, length, target)
         elif target == 0:
             index.clear()
         else:
@@ -417,17 +428,13 @@ def test_a_probe_overlapped_by_writes_answers_with_a_length_of_its_time(n: int, 
     assert index.probe(hashes) == length
 
 
-def test_the_set_is_prefix_closed_after_every_single_hash() -> None:
-    index, hashes = HintIndex(), chain_of_length(30)
-    lengths: list[int] = []
-
-    def look() -> None:
-        lengths.append(len(index))
-        assert index.probe(hashes) == linear_probe(index._present, hashes) == len(index)
-
-    index.add(WatchedChain(hashes, look), 0)
-    index.remove(WatchedChain(hashes, look), 10, 30)
-    assert set(lengths) == set(range(31)), "looked at every length, both ways"
+def test_a_block_takes_no_more_bytes_than_stated() -> None:
+    index = HintIndex()
+    for blocks in range(0, 400_000, 5_000):
+        index.add(array("Q", np.random.default_rng(blocks).integers(0, 2**64, 5_000, np.uint64)), 0, 5_000)
+        size = sys.getsizeof(index._present) + sum(map(sys.getsizeof, index._present))
+        if len(index) > 100_000:
+            assert size / len(index) <= 86
 
 
 @pytest.mark.parametrize("floor", [0, 700])
@@ -435,7 +442,7 @@ def test_reader_and_writer_threads(floor: int) -> None:
     """The first `floor` blocks stay; what the reader sees lies between them and the whole chain."""
     n, rounds = 1500, 400
     index, hashes = HintIndex(), chain_of_length(n)
-    index.add(hashes[:floor], 0)
+    index.add(hashes, 0, floor)
     start = threading.Barrier(2)
     failures: list[object] = []
 
@@ -444,8 +451,8 @@ def test_reader_and_writer_threads(floor: int) -> None:
             start.wait(30)
             for i in range(rounds):
                 middle = floor + (i * 37) % (n - floor)
-                index.add(hashes[:middle], floor)
-                index.add(hashes, middle)
+                index.add(hashes, floor, middle)
+                index.add(hashes, middle, len(hashes))
                 index.remove(hashes, middle, n)
                 if floor == 0 and i % 3 == 0:
                     index.clear()
@@ -478,3 +485,150 @@ def test_reader_and_writer_threads(floor: int) -> None:
     assert failures == []
     assert index.probe(hashes) == len(index) == floor
     assert index.statistics().duplicates == index.statistics().missing == 0
+
+
+# --------------------------------------------------------------------------------- recurrent states
+
+runs = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 50)), max_size=7).map(
+    lambda pieces: tuple(token for token, times in pieces for _ in range(times))
+)
+"""Prompts of up to 350 tokens that often begin alike, some segments of blocks of one token long."""
+
+
+def last_state(states: set[tuple[int, ...]], tokens: tuple[int, ...], limit: int) -> int:
+    return max((len(s) for s in states if len(s) <= limit and tokens[: len(s)] == s), default=0)
+
+
+@given(st.lists(st.tuples(runs, st.integers(0, 350), st.integers(0, 9)), max_size=30), st.integers(1, 2))
+def test_snapshots_are_a_set_of_prefixes(operations: list, block: int) -> None:
+    index = SnapshotIndex()
+    states: set[tuple[int, ...]] = set()
+    receipts: dict[tuple[int, ...], Snapshot] = {}
+    for tokens, at, choice in operations:
+        hashes = chain(array("q", tokens), block, SEED)
+        assert index.last(hashes, at) * block == last_state(states, tokens, min(at, len(hashes)) * block)
+        blocks = min(at, len(hashes))
+        state = tokens[: blocks * block]
+        if choice == 9:
+            index.clear()
+            states.clear()
+        elif choice >= 6 and states:
+            for s in [max(states), state] if state in states else [max(states)]:
+                index.remove(receipts[s])
+                index.remove(receipts[s])  # idempotent
+                states.discard(s)
+        elif blocks:
+            receipts[state] = index.add(hashes, blocks)
+            assert index.add(hashes, blocks) == receipts[state]  # idempotent, whichever path it came from
+            states.add(state)
+        assert len(index) == len(states)
+        assert index.last(hashes, len(hashes)) * block == last_state(states, tokens, len(tokens))
+    for s in states:
+        index.remove(receipts[s])
+    assert len(index) == len(index._segments) == 0, "nothing is left behind"
+
+
+def test_states_outside_their_chain_are_refused() -> None:
+    index, hashes = SnapshotIndex(), chain_of_length(4)
+    for blocks in (-1, 0, 5):
+        with pytest.raises(ValueError, match="chain of 4 blocks"):
+            index.add(hashes, blocks)
+    assert len(index) == index.last(hashes, 4) == index.last(hashes, -1) == index.last(array("Q"), 9) == 0
+
+
+def test_the_scan_for_a_state_takes_one_lookup_a_segment() -> None:
+    reads = 0
+
+    def count() -> None:
+        nonlocal reads
+        reads += 1
+
+    index, hashes = SnapshotIndex(), chain_of_length(50 * SEGMENT)
+    other = array("Q", [*hashes[:1], *chain_of_length(9, start=1000)])
+    index.add(other, 7)  # on another branch, within the first segment
+    assert index.last(WatchedChain(hashes, count), len(hashes)) == 0
+    assert reads == 50 + 1
+    index.add(hashes, 20 * SEGMENT)
+    reads = 0
+    assert index.last(WatchedChain(hashes, count), len(hashes)) == 20 * SEGMENT
+    assert reads == 31 + 1
+
+
+# ------------------------------------------------------------------------------------ known chains
+
+
+@given(
+    st.lists(st.tuples(runs, st.integers(0, 1)), max_size=12), st.sampled_from([1, 3]), st.integers(0, 900)
+)
+def test_known_chains_are_the_chains(prompts: list, block: int, capacity: int) -> None:
+    known, reused = KnownChains(block, capacity), 0
+    for tokens, seed in prompts:
+        ids = array("q", tokens * 2)
+        assert known.chain(ids, seed) == chain(ids, block, seed)
+        assert ids == array("q", tokens * 2)
+        assert reused <= known.reused <= reused + len(ids) // block
+        reused = known.reused
+        kept = known._prompts.values()
+        assert sum(len(prompt.tokens) for prompt in kept) <= capacity or len(known) == 1
+        assert known._kept == sum(len(prompt.tokens) for prompt in kept)
+        assert len(known._checkpoints) <= sum(len(prompt.hashes) // STRIDE for prompt in kept)
+        assert set(known._checkpoints.values()) <= known._prompts.keys()
+
+
+def test_only_what_is_new_of_a_known_prompt_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, hashed = 2, 0
+
+    def count(tokens: array[int], *args: int, have: array[int]) -> array[int]:
+        nonlocal hashed
+        result = chain(tokens, *args, have=have)
+        hashed += len(result) - len(have)
+        return result
+
+    monkeypatch.setattr("sglang_wavepp.hint_index.known.chain", count)
+    known = KnownChains(block, 100_000)
+
+    def ask(tokens: array[int]) -> tuple[int, int]:
+        """Blocks hashed and blocks reused for a prompt."""
+        nonlocal hashed
+        before, hashed = known.reused, 0
+        known.chain(tokens, SEED)
+        assert hashed + known.reused - before == len(tokens) // block
+        return hashed, known.reused - before
+
+    first = array("q", range(2000))
+    turn = first + array("q", range(5000, 5301))
+    assert ask(first) == (1000, 0)
+    assert ask(turn) == (STRIDE + 150, 1000 - STRIDE)
+    assert len(known) == 1, "the longer one has all that the shorter one had"
+    assert ask(turn) == (STRIDE, 1150 - STRIDE)
+    assert ask(first[:999]) == (STRIDE, 499 - STRIDE)
+    branch = first[:801] + array("q", range(9000, 9300))
+    assert ask(branch) == (STRIDE + 150, 400 - STRIDE)
+    assert ask(turn[:100]) == (50, 0), "too short to be known"
+    assert ask(array("q", [7]) + first) == (1000, 0)
+
+
+# ------------------------------------------------------------------------------------------- hints
+
+
+@given(runs, st.integers(0, 200), st.lists(st.integers(1, 120), max_size=5), st.integers(0, 400), blocks)
+def test_the_boundary_of_a_stage(
+    tokens: tuple[int, ...], resident: int, states: list[int], limit: int, block: int
+) -> None:
+    hashes = chain(array("q", tokens), block, SEED)
+    resident = min(resident, len(hashes))
+    plain, hybrid = Hints(block, SEED), Hints(block, SEED, recurrent=True)
+    for hints in (plain, hybrid):
+        hints.index.add(hashes, 0, resident)
+    assert plain.boundary(hashes, limit) == min(resident * block, limit)
+    assert hybrid.boundary(hashes, limit) == 0, "KV alone is of no use to a hybrid model"
+    assert plain.snapshots is None and hybrid.snapshots is not None
+    states = [s for s in states if s <= len(hashes)]
+    for s in states:
+        hybrid.snapshots.add(hashes, s)
+    reachable = [s * block for s in states if s <= resident and s * block <= limit]
+    assert hybrid.boundary(hashes, limit) == max(reachable, default=0)
+    for hints in (plain, hybrid):
+        hints.clear()
+        assert hints.boundary(hashes, limit) == len(hints.index) == 0
+    assert len(hybrid.snapshots) == 0

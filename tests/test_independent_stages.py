@@ -33,14 +33,14 @@ except ImportError:
 
 if Member is not None:
     rng = random.Random(os.getpid())
-    acquire, construct = LeaseTable.acquire, Member.__init__
+    find, construct = LeaseTable.find, Member.__init__
     recent = []
 
     def shorter(table, owner, prefix, limit):
         recent[:] = recent[-20:] + [prefix]
         if rng.random() < 0.3:
             limit = rng.randrange(limit + 1)
-        return acquire(table, owner, prefix, limit)
+        return find(table, owner, prefix, limit)
 
     def hammer(tree, guard):
         while True:
@@ -48,16 +48,16 @@ if Member is not None:
             if not recent:
                 continue
             prefix = rng.choice(recent)
-            tree.probe(prefix, prefix.max_boundary)
+            tree.hint(prefix)
+            found = tree.match(prefix, rng.randrange(prefix.max_boundary + 1))
             with guard():
-                lock = tree.lock_prefix(prefix, rng.randrange(prefix.max_boundary + 1)).lock
-                tree.unlock(lock)
+                tree.unlock(tree.lock(prefix, found).lock)
 
     def disturbed(member, tree, guard, send):
         construct(member, tree, guard, send)
         threading.Thread(target=hammer, args=(tree, guard), daemon=True).start()
 
-    LeaseTable.acquire, Member.__init__ = shorter, disturbed
+    LeaseTable.find, Member.__init__ = shorter, disturbed
 """
 """Put into every process of the server. The foreign thread may lock only under the guard: whoever holds a
 lock without being in the ledger takes room that was promised."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_wavepp.errors import LeaseError, LedgerError
 from sglang_wavepp.mpu.packing import Pending, pack
-from sglang_wavepp.radix.lease import LeaseTable
+from sglang_wavepp.radix.lease import Lease, LeaseTable
 from sglang_wavepp.radix.ledger import Ledger
 
 OPERATIONS = st.lists(
@@ -81,6 +81,10 @@ def test_ledger_never_promises_more_than_there_is(operations: list, page: int) -
         del boundary
 
 
+def _acquire(table: LeaseTable, owner: int, request: Request, limit: int) -> Lease:
+    return table.acquire(owner, request, table.find(owner, request, limit))
+
+
 def _leased(tokens: int = 12) -> tuple[ModelTree, LeaseTable, Request]:
     tree = ModelTree(pool=64, rows=4, page=1)
     request = Request(1, tuple(range(tokens)), 1)
@@ -90,12 +94,12 @@ def _leased(tokens: int = 12) -> tuple[ModelTree, LeaseTable, Request]:
 
 def test_lease_shrinks_to_the_shorter_prefix_and_protects_it() -> None:
     tree, table, request = _leased()
-    assert table.acquire(1, request, 10).boundary == 10
-    lease = table.acquire(1, request, 4)
+    assert _acquire(table, 1, request, 10).boundary == 10
+    lease = _acquire(table, 1, request, 4)
     assert lease.boundary == 4 and tree.locked == 4
     for seed in range(5):
         tree.evict_some(random.Random(seed))
-    assert tree.probe(request, 12) >= 4
+    assert tree.match(request, 12).boundary >= 4
     table.release(lease)
     assert tree.locked == 0 and len(table) == 0
 
@@ -103,14 +107,14 @@ def test_lease_shrinks_to_the_shorter_prefix_and_protects_it() -> None:
 def test_lease_answers_with_what_is_really_cached() -> None:
     tree, table, _ = _leased(6)
     other = Request(2, (0, 1, 2, 99, 98), 1)
-    assert table.acquire(2, other, 5).boundary == 3
+    assert _acquire(table, 2, other, 5).boundary == 3
     assert tree.locked == 3
 
 
 @pytest.mark.parametrize("how", ["release", "transfer"])
 def test_a_receipt_is_good_once(how: str) -> None:
     tree, table, request = _leased()
-    lease = table.acquire(1, request, 8)
+    lease = _acquire(table, 1, request, 8)
     getattr(table, how)(lease)
     for again in (table.release, table.transfer):
         with pytest.raises(LeaseError, match="twice"):
@@ -120,7 +124,7 @@ def test_a_receipt_is_good_once(how: str) -> None:
 
 def test_a_receipt_of_an_earlier_epoch_is_void() -> None:
     _, table, request = _leased()
-    lease = table.acquire(1, request, 8)
+    lease = _acquire(table, 1, request, 8)
     table.reset()
     with pytest.raises(LeaseError, match="epoch"):
         table.release(lease)

@@ -159,6 +159,7 @@ def test_an_ordinary_server_is_accepted(start: Callable[..., Any], tmp_path: Pat
     "argv",
     [
         ["--disable-radix-cache"],
+        ["--radix-cache-backend", "wavepp"],
         ["--quantization", "fp8"],
         [
             "--enable-lora",
@@ -201,6 +202,10 @@ SERVED: dict[str, tuple[str, str]] = {
     "no radix cache": (
         "--disable-radix-cache",
         "test_no_radix_cache.py::test_answers_equal_plain_sglang",
+    ),
+    "WavePP's cache by its name": (
+        "--radix-cache-backend wavepp",
+        "test_oracle.py::test_answers_equal_plain_sglang",
     ),
     "pages": ("--page-size 16", "test_oracle.py::test_answers_equal_plain_sglang"),
     "logprobs": ("", "test_parity.py::test_logprobs"),

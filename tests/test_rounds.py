@@ -39,8 +39,10 @@ def _shake(
 
     def run(i: int) -> None:
         try:
-            end = leader.gather if i == 0 else members[i - 1].join
-            outcomes[i] = end(hellos[i], deadline)
+            if i == 0:
+                outcomes[i] = leader.gather(hellos[i], deadline, 7)
+            else:
+                outcomes[i] = members[i - 1].join(hellos[i], deadline)
         except HandshakeError as error:
             outcomes[i] = error
 
@@ -73,13 +75,13 @@ def _close(leader: LeaderPlane, members: list[MemberPlane]) -> None:
 
 def test_stages_agree_on_the_smallest_capacity(tmp_path: Path) -> None:
     leader, members, outcomes = _shake(tmp_path, [_hello(0), _hello(1), _hello(2)])
-    want = Welcome([1000, 1001, 1002], {"kv_tokens": 98, "rows": 8}, [100, 99, 98])
+    want = Welcome([1000, 1001, 1002], {"kv_tokens": 98, "rows": 8}, [100, 99, 98], 7)
     assert outcomes == [want] * 3
     assert not leader.directory.exists(), "the directory goes as soon as all are connected"
     leader.send(None, Beat(1, ""))
-    leader.send(2, Offer(0, 5, 77), b"payload")
+    leader.send(2, Offer(5, 77), b"payload", b"hashes")
     assert _messages(members[0], 1) == [Beat(1, "")]
-    assert _messages(members[1], 2) in ([Offer(0, 5, 77), Beat(1, "")], [Beat(1, ""), Offer(0, 5, 77)])
+    assert _messages(members[1], 2) in ([Offer(5, 77), Beat(1, "")], [Beat(1, ""), Offer(5, 77)])
     members[0].send(Beat(4, "x"))
     assert _messages(leader, 1) == [Beat(4, "x")]
     _close(leader, members)
@@ -96,7 +98,7 @@ def test_a_missing_stage_is_named(tmp_path: Path) -> None:
     member = MemberPlane(leader.directory, 1)
     member.bulk.send(b"")
     with pytest.raises(HandshakeError, match="stage 1, 2 did not come"):
-        leader.gather(_hello(0), time.monotonic() + 0.2)
+        leader.gather(_hello(0), time.monotonic() + 0.2, 7)
     with pytest.raises(HandshakeError, match="stage 0 did not answer"):
         member.join(_hello(1), time.monotonic() + 0.2)
     _close(leader, [member])
@@ -199,12 +201,12 @@ def test_what_was_overheard_is_received_once_and_in_order(tmp_path: Path) -> Non
     member.send(Beat(3, ""))
     assert leader.control.poll(BOUND * 1000)
     list(leader.overhear())
-    leader.send(1, Offer(0, 7, 8), b"payload")
+    leader.send(1, Offer(7, 8), b"payload", b"hashes")
     got = [message for _, message in receiving]
     while len(got) < 3:
         got += _messages(leader, 1)
     assert got == [Beat(1, ""), Beat(2, ""), Beat(3, "")]
-    assert _messages(member, 4) == [*(Beat(i, "") for i in range(3)), Offer(0, 7, 8)]
+    assert _messages(member, 4) == [*(Beat(i, "") for i in range(3)), Offer(7, 8)]
     _close(leader, members)
 
 
