@@ -126,23 +126,27 @@ class HintIndex:
     def probe(self, hashes: Sequence[int]) -> int:
         """Number of leading blocks of `hashes` that are present, in [0, len(hashes)]. Any thread, no lock.
 
-        hashes: a chain from block 0 on, array('Q') or a memoryview of one. Gallops by doubling, then
-        bisects: O(log answer) membership tests, at most 2*log2(len) + 2. Mutates nothing. See "Threads" above
-        for what the answer means while the writer is active.
+        hashes: a chain from block 0 on, array('Q') or a memoryview of one. Looks at both ends, gallops, each
+        step eight times the last one, then bisects: O(log n) membership tests, 16 for 3125 blocks, one if
+        nothing is present and two if everything is. (Doubling would take 23: the tests cost the time, most
+        of them a cache miss.) Mutates nothing. See "Threads" above for what the answer means while the
+        writer is active.
         """
-        present = self._present
-        n = len(hashes)
-        if n == 0 or hashes[0] & KEPT not in present:
+        present, kept = self._present, KEPT
+        last = len(hashes) - 1
+        if last < 0 or hashes[0] & kept not in present:
             return 0
-        low, step = 0, 1
-        while (high := low + step) < n and hashes[high] & KEPT in present:
+        if hashes[last] & kept in present:
+            return last + 1
+        low, step = 0, 8
+        while (high := low + step) < last and hashes[high] & kept in present:
             low = high
-            step += step
-        high = min(high, n)
-        # hashes[low] was present when it was tested; hashes[high] was not, or is past the end.
+            step *= 8
+        high = min(high, last)
+        # hashes[low] was present when it was tested, and hashes[high] was not.
         while high - low > 1:
             middle = (low + high) >> 1
-            if hashes[middle] & KEPT in present:
+            if hashes[middle] & kept in present:
                 low = middle
             else:
                 high = middle
