@@ -15,6 +15,8 @@ Dynamo do in a call, may wait for it for CPython's switch interval, 5 ms.
 * The hashes that a probe takes are made before, so are SGLang's keys and Dynamo's block hashes.
 * `snapshot` finds the last recurrent state before the boundary, one every `--chunk` tokens; `snapshot_none`
   looks for one where there is none.
+* `lock` locks and unlocks what a lease found at the end of a node: what a lease costs under the stage's guard
+  (the comparison of tokens before it is `match_full_device_prefix`). `match_prefix_lock` is SGLang's way.
 * `hash_next_turn` hashes a prompt that continues a known one by `--chunk` tokens.
 * Dynamo's tree differs in kind: it walks hashes of single blocks (not chained) one by one, and scores the
   overlap of each of many workers (here one). It does so in a thread of its own, whose CPU time is in neither
@@ -52,7 +54,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_wavepp.hint_index import HintIndex, KnownChains, SnapshotIndex, chain, seed_of
 from sglang_wavepp.hint_index.index import KEPT
-from sglang_wavepp.radix.tree import WaveRadixCache
+from sglang_wavepp.radix.protocol import Match
+from sglang_wavepp.radix.tree import SGLangTree, WaveRadixCache
 
 try:
     from dynamo.llm import RadixTree, compute_block_hash_for_seq
@@ -276,6 +279,9 @@ class Stage:
         for case in cases:
             _expect(case, blocks)
 
+        if at:
+            cases += self._locks(keys, rust)
+
         last = at // self._chunk * (self._chunk // self.block)
         for op, states, mutate, expected in (
             ("snapshot", self._states, self._mutate_states, last),
@@ -285,6 +291,24 @@ class Stage:
             _expect(scan, expected)
             cases.append(scan)
         return cases
+
+    def _locks(self, keys: list[RadixKey], mutate: Callable[[], None]) -> list[Case]:
+        """The cases that lock the resident part of each query, which ends with a node by now."""
+        cache, tree = self.rust.cache, SGLangTree(self.rust.cache, None, None)
+        found = [tree.match(SimpleNamespace(key=lambda _, key=key: key), len(key)) for key in keys]
+        if not all(match.ends for match in found):
+            raise SystemExit("error: a resident prefix does not end with a node")
+
+        def lock(match: Match) -> None:
+            tree.unlock(tree.lock(None, match).lock)
+
+        def match_prefix_lock(key: RadixKey) -> None:
+            cache.unlock(cache.lock(cache.match_prefix(MatchPrefixParams(key=key)).last_device_node))
+
+        return [
+            Case("wavepp", "lock", lock, found, mutate),
+            Case("sglang-rust", "match_prefix_lock", match_prefix_lock, keys, mutate),
+        ]
 
     def hashing(self) -> list[Case]:
         """The cases that hash whole prompts."""
