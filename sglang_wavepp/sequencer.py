@@ -50,6 +50,8 @@ class Live:
     in_flight: int = 0
     asked: int = 0
     drop: str = ""
+    makes_room_for: int | None = None
+    """It is to be dropped because this request has to grow."""
 
     @property
     def decoding(self) -> bool:
@@ -144,7 +146,8 @@ class Sequencer:
         if hopeless:
             self._live[seq].drop = "abort"
         elif len(self._live) > 1:
-            max(self._live.values(), key=lambda r: r.order).drop = "retract"
+            victim = self._youngest()
+            victim.drop, victim.makes_room_for = "retract", seq
 
     def drop(self, seq: int, retract: bool = False) -> bool:
         """Take a request out as soon as none of its waves is in flight. False if it is unknown."""
@@ -152,6 +155,7 @@ class Sequencer:
         if request is None:
             return False
         request.drop = "retract" if retract and request.drop != "abort" else "abort"
+        request.makes_room_for = None
         return True
 
     def retract_all(self) -> None:
@@ -190,6 +194,7 @@ class Sequencer:
 
     def next(self, digest: int) -> Decision | None:
         """The next decision to log, or None while there is nothing to do. `digest` is the log's so far."""
+        self._review_retraction()
         dropped = [r for r in self._live.values() if r.drop and not r.in_flight]
         if dropped:
             retract = dropped[0].drop == "retract"
@@ -209,6 +214,20 @@ class Sequencer:
                 self._owed = self._interval if self._last_was_prefill else max(0, self._owed - 1)
                 return decision
         return None
+
+    def _review_retraction(self) -> None:
+        """While the waves of the youngest were in flight, others may have ended or come."""
+        victim = next((r for r in self._live.values() if r.makes_room_for is not None), None)
+        if victim is None:
+            return
+        needy, victim.makes_room_for, victim.drop = victim.makes_room_for, None, ""
+        if needy in self._live and len(self._live) > 1:
+            victim = self._youngest()
+            if not victim.drop:  # else room is being made already
+                victim.drop, victim.makes_room_for = "retract", needy
+
+    def _youngest(self) -> Live:
+        return max(self._live.values(), key=lambda r: r.order)
 
     def _prefill(self, digest: int) -> Prefill | None:
         pending = (

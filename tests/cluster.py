@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from sglang_wavepp.hint_index import Hints, chain
@@ -19,9 +20,12 @@ from sglang_wavepp.log import DecisionLog
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import (
     Commit,
+    Control,
+    ControlDone,
     Decode,
     Drop,
     HintQuery,
+    Log,
     Output,
     Prefill,
     WaveDone,
@@ -39,7 +43,7 @@ class Request:
     def __init__(self, seq: int, tokens: tuple[int, ...], max_new: int) -> None:
         self.seq, self.prompt, self.max_new = seq, tokens, max_new
         self.output: list[int] = []
-        self.lock: tuple[int, ...] | None = None
+        self.lock: Any = None
         self.lease: Any = None
         self.done = self.boundary = 0
         self.private = 0
@@ -61,28 +65,49 @@ SEED = 1
 """Of the prompt hashes."""
 
 
+class _Node:
+    """One cached page after all those before it."""
+
+    __slots__ = ("children", "depth", "hash", "key", "locks", "parent")
+
+    def __init__(self, parent: _Node | None, key: tuple[int, ...]) -> None:
+        self.parent, self.key = parent, key
+        self.depth: int = 0 if parent is None else parent.depth + len(key)
+        self.children: dict[tuple[int, ...], _Node] = {}
+        self.locks = 0
+        """Locks that end here or further on."""
+        self.hash: array[int] | None = None
+        """Of the block that ends here, if one does."""
+
+
 class ModelTree:
-    """A radix tree as an obvious model: the set of cached prefixes, one page longer than the next."""
+    """A radix tree as an obvious model: every cached page is a node."""
 
     states_per_request = 0
 
     def __init__(self, pool: int, rows: int, page: int) -> None:
         self.page_size, self._pool, self.rows = page, pool, rows
         self.hints = Hints(4 * page, SEED)
-        self._blocks: dict[tuple[int, ...], array[int]] = {}
-        """Prefix of whole blocks -> the hash of its last one."""
-        self._nodes: dict[tuple[int, ...], int] = {(): 0}
-        """prefix -> locks that end at or below it."""
+        self.reset()
+
+    def reset(self) -> None:
+        self._root = _Node(None, ())
+        self._nodes: dict[_Node, None] = {}
+        """All but the root, the oldest first."""
+        self.locked = 0
+        """Tokens that cannot be evicted."""
         self.private = 0
+        """Tokens that running requests hold besides."""
+        self.hints.clear()
 
-    def _longest(self, tokens: tuple[int, ...], limit: int) -> tuple[int, ...]:
-        page, at = self.page_size, ()
-        while len(at) + page <= min(limit, len(tokens)) and tokens[: len(at) + page] in self._nodes:
-            at = tokens[: len(at) + page]
-        return at
-
-    def _chain(self, node: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [node[:n] for n in range(self.page_size, len(node) + 1, self.page_size)]
+    def _longest(self, tokens: tuple[int, ...], limit: int) -> _Node:
+        page, node = self.page_size, self._root
+        while node.depth + page <= min(limit, len(tokens)):
+            longer = node.children.get(tuple(tokens[node.depth : node.depth + page]))
+            if longer is None:
+                break
+            node = longer
+        return node
 
     def hint(self, prefix: Request) -> int:
         hashes = chain(array("q", prefix.tokens), self.hints.block, SEED)
@@ -90,26 +115,27 @@ class ModelTree:
 
     def match(self, prefix: Request, limit: int) -> Match:
         node = self._longest(prefix.tokens, limit)
-        return Match(len(node), ((len(node), node),))
+        return Match(node.depth, ((node.depth, node),))
 
     def lock(self, prefix: Request, match: Match) -> LockedPrefix:
-        node = self._longest(prefix.tokens, match.boundary)
-        for n in self._chain(node):
-            self._nodes[n] += 1
-        return LockedPrefix(len(node), node, node)
+        end = node = self._longest(prefix.tokens, match.boundary)
+        while node.parent is not None:
+            self.locked += 0 if node.locks else self.page_size
+            node.locks += 1
+            node = node.parent
+        return LockedPrefix(end.depth, end, end)
 
-    def unlock(self, lock: tuple[int, ...]) -> None:
-        for n in self._chain(lock):
-            assert self._nodes[n] > 0, "unlocked twice"
-            self._nodes[n] -= 1
+    def unlock(self, lock: _Node) -> None:
+        node = lock
+        while node.parent is not None:
+            assert node.locks > 0, "unlocked twice"
+            node.locks -= 1
+            self.locked -= 0 if node.locks else self.page_size
+            node = node.parent
 
     @property
     def cached(self) -> int:
-        return (len(self._nodes) - 1) * self.page_size
-
-    @property
-    def locked(self) -> int:
-        return sum(1 for n, locks in self._nodes.items() if n and locks) * self.page_size
+        return len(self._nodes) * self.page_size
 
     def free_tokens(self) -> int:
         return self._pool - self.cached - self.private
@@ -125,37 +151,48 @@ class ModelTree:
 
     def allocate(self, tokens: int, rng: random.Random) -> None:
         """Take private pages, evicting unlocked leaves in any order. What was escrowed must be there."""
+        leaves = self._leaves() if self.free_tokens() < tokens else []
         while self.free_tokens() < tokens:
-            inner = {n[: -self.page_size] for n in self._nodes if n}
-            leaves = [n for n, locks in self._nodes.items() if n and not locks and n not in inner]
             assert leaves, f"no room for {tokens} tokens that were promised"
-            self._evict(rng.choice(leaves))
+            at = rng.randrange(len(leaves))
+            leaves[at], leaves[-1] = leaves[-1], leaves[at]
+            parent = self._evict(leaves.pop())
+            if parent.parent is not None and not parent.children and not parent.locks:
+                leaves.append(parent)
         self.private += tokens
 
     def insert(self, tokens: tuple[int, ...]) -> int:
         """Cache the full pages of `tokens`; returns how many tokens became cached with it."""
         full = tokens[: len(tokens) // self.page_size * self.page_size]
-        new = [n for n in self._chain(full) if n not in self._nodes]
-        hashes = chain(array("q", full), self.hints.block, SEED)
-        for n in new:
-            self._nodes[n] = 0
-            blocks, rest = divmod(len(n), self.hints.block)
+        node = self._longest(full, len(full))
+        new = len(full) - node.depth
+        hashes = chain(array("q", full), self.hints.block, SEED) if new else array("Q")
+        while node.depth < len(full):
+            key = tuple(full[node.depth : node.depth + self.page_size])
+            node.children[key] = longer = _Node(node, key)
+            node = longer
+            self._nodes[node] = None
+            blocks, rest = divmod(node.depth, self.hints.block)
             if not rest:
                 self.hints.index.add(hashes, blocks - 1, blocks)
-                self._blocks[n] = hashes[blocks - 1 : blocks]
-        return len(new) * self.page_size
+                node.hash = hashes[blocks - 1 : blocks]
+        return new
 
     def evict_some(self, rng: random.Random) -> None:
         """Something else on this stage evicts: caches of stages drift apart."""
-        inner = {n[: -self.page_size] for n in self._nodes if n}
-        leaves = [n for n, locks in self._nodes.items() if n and not locks and n not in inner]
-        for n in rng.sample(leaves, rng.randrange(len(leaves) + 1)):
-            self._evict(n)
+        leaves = self._leaves()
+        for leaf in rng.sample(leaves, rng.randrange(len(leaves) + 1)):
+            self._evict(leaf)
 
-    def _evict(self, leaf: tuple[int, ...]) -> None:
-        del self._nodes[leaf]
-        if leaf in self._blocks:
-            self.hints.index.remove(self._blocks.pop(leaf), 0, 1)
+    def _leaves(self) -> list[_Node]:
+        return [node for node in self._nodes if not node.locks and not node.children]
+
+    def _evict(self, leaf: _Node) -> _Node:
+        assert leaf.parent is not None
+        del self._nodes[leaf], leaf.parent.children[leaf.key]
+        if leaf.hash is not None:
+            self.hints.index.remove(leaf.hash, 0, 1)
+        return leaf.parent
 
 
 class SimStage:
@@ -202,6 +239,10 @@ class SimStage:
         elif isinstance(d, Drop):
             for seq in d.seqs:
                 self._drop(seq, d.retract)
+        elif isinstance(d, Control):
+            self.tree.reset()
+            self.member.reset()
+            self._send(ControlDone(self.log.position - 1, self.member.epoch, ""))
         if self.member.freed():
             self._send(self.member.capacity())
         if self.rank:
@@ -228,14 +269,14 @@ class SimStage:
 
     def _checkpoint(self, request: Request) -> None:
         """Publish what was computed, give duplicates back, and lock the longer path."""
-        before = len(request.lock or ())
+        before = request.lock.depth
         tokens = request.tokens[: request.done]
         self.tree.insert(tokens)
         moved = len(tokens) // self.tree.page_size * self.tree.page_size - before
         self.tree.private -= moved
         request.private -= moved
         longer = self.tree.lock(request, self.tree.match(request, len(tokens))).lock
-        self.tree.unlock(request.lock or ())
+        self.tree.unlock(request.lock)
         request.lock = longer
 
     def output(self, wave: int, group: int, tokens: list[int], finished: list[int]) -> None:
@@ -326,7 +367,13 @@ class Cluster:
         self.payloads: dict[int, tuple[tuple[int, ...], int]] = {}
         self.rejected: dict[int, str] = {}
         self.aborted: set[int] = set()
-        self.built: set[tuple[int, int]] = set()
+        self.offers: dict[tuple[int, int], None] = {}
+        """(request, stage) that are under way."""
+        self.flushes = 0
+        """Flushes that wait for an idle server."""
+        self._flushing = False
+        self._acks: dict[int, int] = {}
+        """Stage -> its epoch after the flush."""
         self.position_digests: dict[int, int] = {}
         self.sample: Callable[[], int] = lambda: self.rng.randrange(3)
         """What the model says."""
@@ -345,11 +392,14 @@ class Cluster:
 
     def submit(self, seq: int, tokens: tuple[int, ...], max_new: int, rank: int = 0) -> None:
         self.payloads[seq] = (tokens, min(max_new, self.longest - len(tokens)))
+        self.offers |= {(seq, rank): None for rank in range(len(self.stages))}
         hashes = chain(array("q", tokens), self.leader.limits.block, SEED)
         self.leader.arrive(seq, tokens, self.payloads[seq][1], hashes, rank)
 
     def abort(self, seq: int) -> None:
         self.aborted.add(seq)
+        for rank in range(len(self.stages)):
+            self.offers.pop((seq, rank), None)
         if not self.leader.cancel(seq):
             self.inbox.append(("abort", seq))
 
@@ -358,30 +408,36 @@ class Cluster:
     def step(self) -> bool:
         """Do one thing that can be done. False if nothing can."""
         self.now += 1.0
-        actions = [
-            *(lambda r=r: self._deliver_to_member(r) for r, q in enumerate(self.to_member) if q),
-            *(lambda r=r: self._deliver_to_leader(r) for r, q in enumerate(self.to_leader) if q),
-            *(lambda r=r: self._loop(r) for r in range(1, len(self.stages)) if self.stages[r].inbox),
-            *(
-                lambda s=s, r=r: self.build(s, r)
-                for s in self.payloads
-                for r in range(len(self.stages))
-                if (s, r) not in self.built and s not in self.aborted
-            ),
-        ]
+        actions = self._actions()
+        able = [act for rank, act in actions if not self.stands_still(rank)]
+        if able and self.rng.random() < 0.9:
+            self.rng.choice(able)()
+        elif self._plan():
+            pass
+        elif able:
+            self.rng.choice(able)()
+        else:
+            return bool(actions)
+        self.settle()
+        return True
+
+    def _actions(self) -> list[tuple[int, Callable[[], None]]]:
+        """What can be done now, and the stage that does it."""
+        actions: list[tuple[int, Callable[[], None]]] = []
+        for rank, stage in enumerate(self.stages):
+            if self.to_member[rank]:
+                actions.append((rank, partial(self._deliver_to_member, rank)))
+            if self.to_leader[rank]:
+                actions.append((rank, partial(self._deliver_to_leader, rank)))
+            if stage.inbox:
+                actions.append((rank, partial(self._loop, rank)))
+        actions += [(rank, partial(self.build, seq, rank)) for seq, rank in self.offers]
         if self.inbox:
-            actions.append(self._loop0)
-        if actions and self.rng.random() < 0.9:
-            self.rng.choice(actions)()
-            self.settle()
-            return True
-        if self._plan():
-            self.settle()
-            return True
-        if actions:
-            self.rng.choice(actions)()
-            self.settle()
-            return True
+            actions.append((0, self._loop0))
+        return actions
+
+    def stands_still(self, rank: int) -> bool:
+        """Does this stage do nothing at the moment?"""
         return False
 
     def deliver(self) -> bool:
@@ -398,24 +454,37 @@ class Cluster:
         return False
 
     def build(self, seq: int, rank: int) -> None:
-        self.built.add((seq, rank))
+        self.offers.pop((seq, rank), None)
         tokens, max_new = self.payloads[seq]
         self.stages[rank].member.offered(seq, Request(seq, tokens, max_new))
 
     def _deliver_to_member(self, rank: int) -> None:
         self.delivered += 1
-        self.stages[rank].member.on_message(decode_from_leader(self.to_member[rank].popleft()))
+        message = decode_from_leader(self.to_member[rank].popleft())
+        if isinstance(message, Log):
+            self.stages[rank].inbox += enumerate(message.entries, message.first)
+        else:
+            self.stages[rank].member.on_message(message)
 
     def _deliver_to_leader(self, rank: int) -> None:
         self.delivered += 1
         message = decode_from_member(self.to_leader[rank].popleft())
+        self.on_answer(rank, message)
         if isinstance(message, WaveDone):
             self.inbox.append(("done", message))
+        elif isinstance(message, ControlDone):
+            self._acks[rank] = message.epoch
+            self._end_flush()
         else:
             self.leader.on_message(rank, message)
 
     def settle(self) -> None:
         self.leader.step()
+        if self.flushes and not self._flushing and self.leader.idle:
+            self.flushes -= 1
+            self._flushing = True
+            self.leader.barrier(True)
+            self.inbox.append(("flush", None))
         outbox, self.leader.outbox = self.leader.outbox, []
         events, self.leader.events = self.leader.events, []
         for event in events:
@@ -426,22 +495,30 @@ class Cluster:
             if isinstance(event, Committed):
                 self.committed.append(event)
         for rank, message in outbox:
+            self.on_sent(rank, message)
             self.queries += isinstance(message, HintQuery)
             for r in range(len(self.stages)) if rank is None else (rank,):
                 self.to_member[r].append(encode(message))
+            while self.to_member[0]:
+                self._deliver_to_member(0)  # it runs in the same thread
 
     def _publish(self, d: Any) -> None:
+        self.on_decision(d)
         stage0 = self.stages[0]
         position, entry = stage0.log.position, stage0.log.append(d)
         self.position_digests[stage0.log.position] = stage0.log.digest
         stage0.member.applied(stage0.log.position)
-        for stage in self.stages[1:]:
-            stage.inbox.append((position, entry))
+        for rank in range(1, len(self.stages)):
+            self.to_member[rank].append(encode(Log(position, [entry])))
 
     def _loop0(self) -> None:
         kind, item = self.inbox.popleft()
         if kind == "abort":
             self.sequencer.drop(item)
+        elif kind == "flush":
+            d = Control(b"", True)
+            self._publish(d)
+            self.stages[0].apply(d)
         elif kind == "done":
             self._output(item)
         elif isinstance(item, Committed):
@@ -458,6 +535,15 @@ class Cluster:
             self.sequencer.grown(item.items)
         else:
             self.sequencer.growth_refused(item.seq, item.hopeless)
+
+    def _end_flush(self) -> None:
+        if len(self._acks) == len(self.stages):
+            (epoch,) = set(self._acks.values())
+            self._acks.clear()
+            while self.leader.epoch < epoch:
+                self.leader.new_epoch()
+            self.leader.barrier(False)
+            self._flushing = False
 
     def _output(self, done: WaveDone) -> None:
         stage0 = self.stages[0]
@@ -506,6 +592,17 @@ class Cluster:
         elif isinstance(d, Drop):
             self.leader.finished(d.seqs)
         return True
+
+    # --- for those who watch -------------------------------------------------------------------
+
+    def on_sent(self, rank: int | None, message: Any) -> None:
+        """The leader sends to one stage, or to all."""
+
+    def on_answer(self, rank: int, message: Any) -> None:
+        """A stage's message arrives at the leader."""
+
+    def on_decision(self, d: Any) -> None:
+        """Stage 0 logs a decision, and has not applied it (of outputs: not logged it) yet."""
 
     # --- invariants --------------------------------------------------------------------------
 

@@ -616,14 +616,14 @@ def test_the_boundary_of_a_stage(
     tokens: tuple[int, ...], resident: int, states: list[int], limit: int, block: int
 ) -> None:
     hashes = chain(array("q", tokens), block, SEED)
-    resident = min(resident, len(hashes))
+    resident, limit = resident % (len(hashes) + 1), limit % (len(tokens) + 1)
+    states = [1 + s % len(hashes) for s in states] if hashes else []
     plain, hybrid = Hints(block, SEED), Hints(block, SEED, recurrent=True)
     for hints in (plain, hybrid):
         hints.index.add(hashes, 0, resident)
     assert plain.boundary(hashes, limit) == min(resident * block, limit)
     assert hybrid.boundary(hashes, limit) == 0, "KV alone is of no use to a hybrid model"
     assert plain.snapshots is None and hybrid.snapshots is not None
-    states = [s for s in states if s <= len(hashes)]
     for s in states:
         hybrid.snapshots.add(hashes, s)
     reachable = [s * block for s in states if s <= resident and s * block <= limit]

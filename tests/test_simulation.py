@@ -1,0 +1,48 @@
+"""The protocol as a whole under random schedules, and with bugs put in, which have to be seen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulate import BUGS, Simulation, find
+
+SEEDS = 600
+"""`python -m tests.simulate` runs more of them."""
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 100))
+def test_random_schedules_end_equal_on_every_stage(first: int) -> None:
+    for seed in range(first, first + 100):
+        Simulation(seed).finish()
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_seen(bug: str) -> None:
+    assert find(bug, SEEDS) is not None
+
+
+def _simulate(*arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "tests.simulate", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_failure_is_replayed_by_its_seed() -> None:
+    bug = "the oldest request is retracted"
+    code, _, first = _simulate("--break", bug)
+    assert code == 1
+    last = first.splitlines()[-1]
+    assert last.endswith("was retracted, the oldest that ran")
+    seed = last.split()[1].rstrip(":")
+    assert _simulate("--break", bug, "--seed", seed) == (1, "", first)
+    code, trace, _ = _simulate("--seed", seed, "--trace")
+    assert code == 0 and "log: Prefill" in trace and "nothing found" in trace
+
+
+def test_unknown_bugs_are_refused() -> None:
+    code, _, error = _simulate("--break", "none")
+    assert code == 2 and "--break 'none' is not one of" in error
