@@ -425,6 +425,7 @@ class Watched:
             config=WavePPConfig(**options),  # type: ignore[arg-type]
             guard=self.guard,
             leaving=False,
+            hints=None,
             intake=SimpleNamespace(compiling=0, displaced=[]),
             loop=SimpleNamespace(
                 progress=self.progress,
