@@ -219,19 +219,28 @@ class SGLangTree:
 
     def lock(self, prefix: RequestPrefix, match: Match) -> LockedPrefix:
         cache = self._cache
-        locked = []
-        for end, node in match.ends:
-            try:
-                if not self._recurrent or self._has_state(node):
-                    locked.append((end, node, cache.lock(node)))
-            except KeyError:
-                continue  # evicted since it was found
+        locked = self._lock_ends(match)
+        if not locked and self._recurrent:
+            # Others may be there by now; while the guard is held they stay.
+            match = self.match(prefix, match.boundary)
+            locked = self._lock_ends(match)
         if locked:
             end, node, lock = locked[0]
             return LockedPrefix(end, node, lock, tuple(rung for *_, rung in locked[1:]))
         found = cache.match_prefix(MatchPrefixParams(key=prefix.key(match.boundary)))
         node = found.last_device_node
         return LockedPrefix(found.device_prefix_len, node, cache.lock(node))
+
+    def _lock_ends(self, match: Match) -> list[tuple[int, Any, Any]]:
+        """Lock those ends of a match that are still there, as (tokens, node, lock)."""
+        locked = []
+        for end, node in match.ends:
+            try:
+                if not self._recurrent or self._has_state(node):
+                    locked.append((end, node, self._cache.lock(node)))
+            except KeyError:
+                continue  # evicted since it was found
+        return locked
 
     def unlock(self, lock: Any) -> None:
         self._cache.unlock(lock)
