@@ -1,4 +1,7 @@
-"""The `wavepp` command line: a model to try it with, and a demonstration. The server is SGLang's own."""
+"""The `wavepp` command line: a model to try it with, a demonstration, decision logs.
+
+The server is SGLang's own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from sglang_wavepp.errors import WavePPError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, `sys.argv` by default.
 
-    Returns the exit code: 0, 2 for an error that WavePP reports (one line on stderr), 130 after Ctrl-C.
+    Returns the exit code: 0, 1 if what was compared differs, 2 for an error that WavePP reports (one line on
+    stderr), 130 after Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -21,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command is None:
             _parser([]).print_help()
             return 0
-        return _make_model(options) if options.command == "make-model" else _demo(options)
+        return _COMMANDS[options.command](options)
     except WavePPError as error:
         return _failed(str(error))
     except ModuleNotFoundError as error:
@@ -50,6 +54,7 @@ def _parser(args: Sequence[str]) -> argparse.ArgumentParser:
         description="Write a model folder with a tokenizer and random weights, small enough for a CPU.",
     )
     demo = commands.add_parser("demo", help="compare SGLang with and without WavePP on this machine")
+    log = commands.add_parser("log", help="read and compare what stages have decided (--wavepp-decision-log)")
     called = next((arg for arg in args if not arg.startswith("-")), None)
     if called == "make-model":
         _add_model_arguments(model)
@@ -57,6 +62,10 @@ def _parser(args: Sequence[str]) -> argparse.ArgumentParser:
         from sglang_wavepp.launch.demo import add_arguments
 
         add_arguments(demo)
+    elif called == "log":
+        from sglang_wavepp.launch.decision_log import add_arguments
+
+        add_arguments(log)
     return parser
 
 
@@ -97,6 +106,15 @@ def _demo(options: argparse.Namespace) -> int:
     from sglang_wavepp.launch.demo import run
 
     return run(options)
+
+
+def _log(options: argparse.Namespace) -> int:
+    from sglang_wavepp.launch.decision_log import run
+
+    return run(options)
+
+
+_COMMANDS = {"make-model": _make_model, "demo": _demo, "log": _log}
 
 
 if __name__ == "__main__":

@@ -113,6 +113,12 @@ OPTIONS: Mapping[str, Option] = {
     "allow_untested_sglang": Option(
         "Serve although the SGLang functions that WavePP hooks are not the ones that it was tested with."
     ),
+    "decision_log": Option(
+        "Directory to which each stage writes the decisions that it applied, sampled tokens included, to be "
+        "read with 'wavepp log'. Empty means nowhere.",
+        directory,
+        "DIR",
+    ),
     "socket_dir": Option(
         "Directory in which the stages' private socket directory is made; empty means the temporary one.",
         directory,

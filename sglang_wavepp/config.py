@@ -29,6 +29,8 @@ class WavePPConfig:
     """The server does not start if the stages have not found each other within this time."""
     allow_untested_sglang: bool = False
     """Serve although the hooked SGLang functions are not the ones that were tested."""
+    decision_log: str = ""
+    """Directory to which each stage writes the decisions that it applied; empty means nowhere."""
     socket_dir: str = ""
     """Parent directory of the private socket directory; empty means the system's temporary one."""
 

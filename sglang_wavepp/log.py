@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import xxhash
 
@@ -13,10 +15,12 @@ class DecisionLog:
     """One stage's copy of the log: how far it is, and the digest of everything up to there.
 
     Entries themselves are not kept: an applied decision has done its work, and a server runs for months.
+    `record`, if there is one, gets each of them.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, record: Callable[[bytes], None] | None = None) -> None:
         self._rank = rank
+        self._record = record
         self.position = 0
         """Entries applied."""
         self.digest = 0
@@ -25,7 +29,7 @@ class DecisionLog:
     def append(self, decision: Decision) -> bytes:
         """Stage 0: number and encode a new entry."""
         entry = encode(decision)
-        self._advance(entry)
+        self.skip(entry)
         return entry
 
     def read(self, position: int, entry: bytes) -> Decision:
@@ -46,9 +50,12 @@ class DecisionLog:
                 f"stage {self._rank}, wave {decision.wave}: the log's digest is {self.digest:016x} here "
                 f"and {decision.digest:016x} on stage 0"
             )
-        self._advance(entry)
+        self.skip(entry)
         return decision
 
-    def _advance(self, entry: bytes) -> None:
+    def skip(self, entry: bytes) -> None:
+        """Go past an entry without a look at what it says."""
         self.digest = xxhash.xxh3_64_intdigest(entry, seed=self.digest)
         self.position += 1
+        if self._record is not None:
+            self._record(entry)

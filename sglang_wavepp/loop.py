@@ -66,7 +66,7 @@ class StageLoop:
     def __init__(self, stage: Any) -> None:
         self.stage = stage
         self.s = stage.scheduler
-        self.log = DecisionLog(stage.rank)
+        self.log = DecisionLog(stage.rank, stage.recorder())
         self.executor = Executor(stage.scheduler, stage.member, stage.stages)
         self.progress = Progress()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from sglang.srt.runtime_context import get_context, get_parallel, get_schedule
@@ -25,6 +26,7 @@ from sglang_wavepp.loop import LeaderLoop, MemberLoop
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import Hello, Message
 from sglang_wavepp.radix.tree import SGLangTree, WaveRadixCache
+from sglang_wavepp.record import Header, Recorder
 from sglang_wavepp.rounds import LeaderPlane, MemberPlane, find_socket_dir, make_socket_dir
 from sglang_wavepp.sequencer import Sequencer
 from sglang_wavepp.stats import Stats
@@ -90,6 +92,18 @@ class Stage:
             self.loop.progress.at("ending the server", long=True)
             end_server(self.rank, reason)
         self.wave.stop()
+
+    def recorder(self) -> Recorder | None:
+        """Where applied decisions are written. Raises `HandshakeError` if the file cannot be made."""
+        if not self.config.decision_log:
+            return None
+        name = f"wavepp-{self.scheduler.wavepp_instance}-stage-{self.rank}.log"
+        try:
+            return Recorder(
+                Path(self.config.decision_log) / name, Header(__version__, self.rank, self.stages)
+            )
+        except OSError as error:
+            raise HandshakeError(f"stage {self.rank} cannot write its decision log: {error}") from None
 
     def info(self) -> dict[str, Any]:
         """What the launcher sees of this stage."""

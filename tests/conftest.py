@@ -101,10 +101,16 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 @pytest.fixture(scope="session")
-def wave2(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def decisions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the stages of `wave2` write their decision logs."""
+    return tmp_path_factory.mktemp("decisions")
+
+
+@pytest.fixture(scope="session")
+def wave2(model: Path, decisions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """WavePP on two stages. The small reserve makes every longer output ask for more room."""
     log = tmp_path_factory.mktemp("logs") / "wave2.log"
-    flags = ("--wavepp-decode-reserve", "64")
+    flags = ("--wavepp-decode-reserve", "64", "--wavepp-decision-log", str(decisions))
     with start(model, log, pp_size=2, wavepp=True, flags=flags) as server:
         yield server
 
