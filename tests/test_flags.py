@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "heartbeat_timeout": 2.0,
     "handshake_timeout": 9.0,
     "allow_untested_sglang": True,
+    "decision_log": "/tmp",
     "socket_dir": "/tmp",
 }
 """A value for each option that is not its default."""
@@ -113,6 +114,7 @@ def test_a_yaml_file_may_hold_them_and_the_command_line_wins(tmp_path: Path) -> 
         ("heartbeat_timeout", "inf", "must be a number of seconds above 0, not inf"),
         ("handshake_timeout", "soon", "must be a number of seconds, not 'soon'"),
         ("socket_dir", "/no/such/dir", "'/no/such/dir' is not a directory that can be written to"),
+        ("decision_log", "/no/such/dir", "'/no/such/dir' is not a directory that can be written to"),
     ],
 )
 def test_a_bad_value_is_one_clear_line(
