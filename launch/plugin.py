@@ -109,6 +109,8 @@ def _from_cli_args(original: Callable[..., Any], cls: type, namespace: argparse.
         flags.exit_with(error)
     if options is not None:
         record._wavepp = options
+    elif record.radix_cache_backend == flags.PLUGIN_NAME:
+        flags.exit_with(ConfigError(f"--radix-cache-backend {flags.PLUGIN_NAME} needs --wavepp"))
     return record
 
 

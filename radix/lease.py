@@ -98,10 +98,15 @@ class LeaseTable:
         lease._open = False
         del self._leases[lease.owner]
         lock, lease._lock = lease._lock, None
+        self.thin(lease)
+        return lock
+
+    def thin(self, lease: Lease) -> bool:
+        """Give up what it could fall back to: recurrent slots are short. False if there is nothing."""
         rungs, lease._rungs = lease._rungs, ()
         for rung in rungs:
             self._tree.unlock(rung)
-        return lock
+        return bool(rungs)
 
     def reset(self) -> None:
         """The tree was reset: drop every receipt and start a new epoch."""

@@ -65,11 +65,12 @@ class RequestPrefix:
 
         What was generated since the last call is hashed, nothing else.
         """
+        hashes = self._hashes
         length = self.length if tokens is None else len(tokens)
-        if len(self._hashes) < length // self._block:
+        if len(hashes) < length // self._block:
             tokens = self.tokens if tokens is None else tokens
-            self._hashes = chain(tokens, self._block, self._seed, have=self._hashes)
-        return self._hashes
+            hashes = self._hashes = chain(tokens, self._block, self._seed, have=hashes)
+        return hashes
 
     def key(self, limit: int) -> RadixKey:
         """The radix key of at most `limit` tokens."""

@@ -92,6 +92,10 @@ class Admission:
     """It waits until another request has computed their common prompt; those behind it may pass."""
     rounds: int = 0
     retracted: bool = False
+    since: int = 0
+    """Log position at which it was retracted."""
+    reusable: int = 0
+    """Tokens that it certainly reuses, as far as is known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,15 +224,26 @@ class Leader:
         self._ranks[seq] = rank
         self._new[seq] = Admission(seq, len(tokens), remaining, self._now(), rank)
 
-    def retracted(self, seq: int, length: int, remaining: int) -> None:
+    def retracted(self, seq: int, length: int, remaining: int, position: int) -> None:
         """A committed request gave its room back: it returns to the head of the queue.
 
-        If it ran already, it is admitted with twice the reserve of the last time.
+        `position` is the log position after that; before it other stages know nothing of it. If it ran
+        already, it is admitted with twice the reserve of the last time.
         """
         if seq in self._started:
             self._retractions[seq] = self._retractions.get(seq, 0) + 1
         self._leave(seq)
-        again = Admission(seq, length, remaining, self._now(), self._ranks[seq], State.HINTED, retracted=True)
+        self._position = max(self._position, position)
+        again = Admission(
+            seq,
+            length,
+            remaining,
+            self._now(),
+            self._ranks[seq],
+            State.HINTED,
+            retracted=True,
+            since=position,
+        )
         place = sum(a.retracted for a in self._queue)
         self._queue.insert(place, again)
         # A growth that was refused waits for the stages themselves: they may be behind in the log, and would
@@ -274,7 +289,7 @@ class Leader:
                 return False
             self._queue.remove(found)
         self._forget(seq)
-        self._send(Forget([seq]))
+        self._send(Forget(found.since, [seq]))
         self._unblock()
         return True
 
@@ -367,7 +382,7 @@ class Leader:
             if a is self._blocked or a.state is State.OFFERED:
                 break
             if a.state is State.HINTED and not a.until:
-                a.awaits = self._prompts.awaited(a.seq, a.candidate, a.awaits, held)
+                a.awaits = self._prompts.awaited(a.seq, a.reusable, a.awaits, held)
             if a.awaits:
                 a.asked, a.shares = 0, True
                 if all(a.awaits.seq != s.seq for s in stale):
@@ -379,7 +394,7 @@ class Leader:
             room -= 1
             if a.state is State.HINTED:
                 items.append(a)
-            held.append((a.seq, a.candidate))
+            held.append((a.seq, a.reusable))
             if self._is_stale(a):
                 stale.append(a)
             else:
@@ -444,7 +459,8 @@ class Leader:
             a.hints[rank] = item.boundary
             if len(a.hints) < self.limits.stages:
                 continue
-            most = min(a.hints.values()) + self.limits.block - self.limits.page
+            a.reusable = min(a.hints.values())
+            most = a.reusable + self.limits.block - self.limits.page
             a.candidate = min(most, (a.length - 1) // self.limits.page * self.limits.page)
             a.state = State.HINTED
             if self._new.pop(item.seq, None) is not None:
@@ -480,7 +496,7 @@ class Leader:
                 self._fall_short({rank for rank, item in enumerate(column) if not item.granted})
                 self._refused(a, [rank for rank, item in enumerate(column) if item.hopeless])
                 return
-            a.candidate = min(item.boundary for item in column)
+            a.candidate = a.reusable = min(item.boundary for item in column)
             agreed = all(item.boundary == a.candidate for item in column)
             a.state = State.AGREED if agreed else State.HINTED
 

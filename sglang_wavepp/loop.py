@@ -341,7 +341,7 @@ class LeaderLoop(StageLoop):
             else:
                 self.s.output_streamer.stream_output(reqs, any(r.return_logprob for r in reqs))
         if d.retract:
-            self.stage.wave.retracted(list(zip(d.seqs, reqs, strict=True)), freed)
+            self.stage.wave.retracted(self.log.position, list(zip(d.seqs, reqs, strict=True)), freed)
         else:
             self.stage.wave.wave_finished(self.log.position, [], d.seqs, freed)
 

@@ -80,12 +80,9 @@ class Member:
         self._committed: dict[int, Any] = {}
         self._applied = 0
         """Log entries that this stage's loop has applied."""
-        self._queries: list[HintQuery] = []
-        """Questions for hints that wait until the loop has come to their log position."""
-        self._asked_early: set[int] = set()
-        """Committed requests that the leader already asks a hint for: this loop has yet to retract them."""
-        self._forgotten_early: set[int] = set()
-        """Committed requests that are to be forgotten once this loop has retracted them."""
+        self._early: list[HintQuery | Forget] = []
+        """Messages that wait until the loop has come to their log position: they may concern requests that it
+        has yet to commit or to retract."""
         self._gave_back = False
         """A committed request gave its room back since the last look."""
 
@@ -111,19 +108,13 @@ class Member:
         if epoch != self.epoch:
             # The leader sends nothing of a new epoch before every stage has acknowledged the reset.
             self._send(Nack(self.epoch, getattr(message, "round", 0)))
-        elif isinstance(message, HintQuery):
-            if not self._wait_for_loop(message):
-                self._hint(message.seqs)
+        elif isinstance(message, HintQuery | Forget):
+            if not self._comes_early(message):
+                self._handle(message)
         elif isinstance(message, Hold):
             self._hold(message)
         elif isinstance(message, Release):
             self._release(message.seqs)
-        elif isinstance(message, Forget):
-            self._release(message.seqs)
-            with self._guard():
-                for seq in message.seqs:
-                    if self._offered.pop(seq, None) is None and seq in self._committed:
-                        self._forgotten_early.add(seq)
         elif isinstance(message, Grow):
             self._grow(message)
         elif isinstance(message, Ungrow):
@@ -133,30 +124,28 @@ class Member:
         else:
             raise ProtocolError(f"a member got {type(message).__name__}, which no leader sends")
 
-    def _wait_for_loop(self, query: HintQuery) -> bool:
-        """Put a query aside that the loop is not ready for yet."""
-        if query.position <= self._applied:
+    def _comes_early(self, message: HintQuery | Forget) -> bool:
+        """Put a message aside that the loop is not ready for yet."""
+        if message.position <= self._applied:
             return False
         with self._guard():
-            if query.position <= self._applied:
+            if message.position <= self._applied:
                 return False
-            self._queries.append(query)
+            self._early.append(message)
             return True
 
+    def _handle(self, message: HintQuery | Forget) -> None:
+        if isinstance(message, HintQuery):
+            self._hint(message.seqs)
+        else:
+            self._release(message.seqs)
+            for seq in message.seqs:
+                self._offered.pop(seq, None)
+
     def _hint(self, seqs: Iterable[int]) -> None:
-        items = [HintItem(seq, self._tree.hint(prefix)) for seq in seqs if (prefix := self._waiting(seq))]
+        items = [HintItem(q, self._tree.hint(prefix)) for q in seqs if (prefix := self._offered.get(q))]
         if items:
             self._send(Hint(self.epoch, items))
-
-    def _waiting(self, seq: int) -> Any | None:
-        """The request, if it is offered and not committed. If it is committed here, it is hinted later."""
-        prefix = self._offered.get(seq)
-        if prefix is None and seq in self._committed:
-            with self._guard():
-                prefix = self._offered.get(seq)  # the loop may have retracted it this moment
-                if prefix is None and seq in self._committed:
-                    self._asked_early.add(seq)
-        return prefix
 
     def _hold(self, message: Hold) -> None:
         answers: list[HeldItem] = []
@@ -169,7 +158,9 @@ class Member:
             found = self.leases.find(item.seq, prefix, min(item.boundary, prefix.max_boundary))
             with self._guard():
                 lease = self.leases.acquire(item.seq, prefix, found)
-                granted = self.ledger.grant(item.seq, lease.boundary, item.until)
+                granted = self.ledger.grant(item.seq, lease.boundary, item.until) or (
+                    self.leases.thin(lease) and self.ledger.grant(item.seq, lease.boundary, item.until)
+                )
                 if not granted:
                     self.leases.release(lease)
                 hopeless = not granted and not self._committed and not len(self.leases)
@@ -231,23 +222,16 @@ class Member:
         prefix = self._committed.pop(seq)
         self.ledger.close(seq)
         self._gave_back = True
-        if seq in self._forgotten_early:
-            self._forgotten_early.discard(seq)
-            self._asked_early.discard(seq)
-            return
         self._offered[seq] = prefix
-        if seq in self._asked_early:
-            self._asked_early.discard(seq)
-            self._hint([seq])
 
     def applied(self, position: int) -> None:
-        """The loop has applied the log up to `position`: answer the questions that waited for it."""
+        """The loop has applied the log up to `position`: handle what waited for it."""
         self._applied = position
-        due = [q for q in self._queries if q.position <= position]
+        due = [m for m in self._early if m.position <= position]
         if due:
-            self._queries = [q for q in self._queries if q.position > position]
-            for query in due:
-                self._hint(query.seqs)
+            self._early = [m for m in self._early if m.position > position]
+            for message in due:
+                self._handle(message)
 
     def freed(self) -> bool:
         """Room may have become free. True if the leader should be told, since it was refused before."""

@@ -102,8 +102,13 @@ class Release(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    """Drop uncommitted requests altogether: cancelled or refused."""
+    """Drop uncommitted requests altogether: cancelled or refused.
 
+    A stage does so once it has applied the log up to `position`, where those were retracted that had been
+    committed.
+    """
+
+    position: int
     seqs: list[int]
 
 

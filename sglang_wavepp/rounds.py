@@ -27,6 +27,7 @@ from sglang_wavepp.errors import HandshakeError, ProtocolError
 from sglang_wavepp.messages import (
     Hello,
     Message,
+    Offer,
     Refuse,
     Welcome,
     decode_from_leader,
@@ -246,6 +247,8 @@ class MemberPlane(_Plane):
                 if len(frames) != (3 if socket is self.bulk else 1):
                     raise msgspec.DecodeError(f"{len(frames)} frames")
                 message = decode_from_leader(frames[0])
+                if isinstance(message, Offer) != (socket is self.bulk):
+                    raise msgspec.DecodeError(f"{type(message).__name__} on the wrong socket")
             except msgspec.DecodeError as error:
                 self._drop("stage 0", error)
                 continue

@@ -256,8 +256,11 @@ class MemberWave(Wave):
 
     def _built(self, seq: int, req: Any | None) -> None:
         digest, hashes = self._building.pop(seq)
+        hints = self.stage.hints
         if req is None:
             self.stage.member.failed(seq, "the request is not valid here")
+        elif len(hashes) != (0 if hints is None else len(req.origin_input_ids) // hints.block):
+            self.stage.member.failed(seq, f"{len(hashes)} prompt hashes do not fit its prompt here")
         elif req.to_finish is not None:
             self.stage.member.failed(seq, req.to_finish.message)
         else:

@@ -110,9 +110,9 @@ class LeaderWave(Wave):
         """
         self.mail.post(partial(self._finished, position, computed, list(ended), freed))
 
-    def retracted(self, items: list[tuple[int, Any]], freed: bool) -> None:
-        """Requests gave their KV back and wait again: (seq, SGLang request). `freed` as above."""
-        self.mail.post(partial(self._retracted, items, freed))
+    def retracted(self, position: int, items: list[tuple[int, Any]], freed: bool) -> None:
+        """Requests gave their KV back and wait again: (seq, SGLang request). The others as above."""
+        self.mail.post(partial(self._retracted, position, items, freed))
 
     def abort_waiting(self, seq: int, reason: Any) -> None:
         """A client aborted a request that the loop does not run (any more)."""
@@ -237,10 +237,11 @@ class LeaderWave(Wave):
         if freed:
             self.leader.on_message(0, self.stage.member.capacity())
 
-    def _retracted(self, items: list[tuple[int, Any]], freed: bool) -> None:
+    def _retracted(self, position: int, items: list[tuple[int, Any]], freed: bool) -> None:
         for seq, req in items:
             length = len(req.origin_input_ids) + len(req.output_ids)
-            self.leader.retracted(seq, length, req.sampling_params.max_new_tokens - len(req.output_ids))
+            remaining = req.sampling_params.max_new_tokens - len(req.output_ids)
+            self.leader.retracted(seq, length, remaining, position)
         if freed:
             self.leader.on_message(0, self.stage.member.capacity())
 

@@ -416,6 +416,8 @@ class Cluster:
             pass
         elif able:
             self.rng.choice(able)()
+        elif busy := [rank for rank, stage in enumerate(self.stages) if stage.inbox]:
+            self._loop(self.rng.choice(busy))  # at last
         else:
             return bool(actions)
         self.settle()
@@ -429,7 +431,7 @@ class Cluster:
                 actions.append((rank, partial(self._deliver_to_member, rank)))
             if self.to_leader[rank]:
                 actions.append((rank, partial(self._deliver_to_leader, rank)))
-            if stage.inbox:
+            if stage.inbox and not self.loop_is_busy(rank):
                 actions.append((rank, partial(self._loop, rank)))
         actions += [(rank, partial(self.build, seq, rank)) for seq, rank in self.offers]
         if self.inbox:
@@ -438,6 +440,10 @@ class Cluster:
 
     def stands_still(self, rank: int) -> bool:
         """Does this stage do nothing at the moment?"""
+        return False
+
+    def loop_is_busy(self, rank: int) -> bool:
+        """Does a member's loop still run a wave, while its other thread goes on?"""
         return False
 
     def deliver(self) -> bool:
@@ -588,7 +594,7 @@ class Cluster:
         if isinstance(d, Drop) and d.retract:
             self.readmitted += sum(not r.output and r.done == r.boundary for r in reqs)
             for r in reqs:
-                self.leader.retracted(r.seq, r.length, r.max_new - len(r.output))
+                self.leader.retracted(r.seq, r.length, r.max_new - len(r.output), self.stages[0].log.position)
         elif isinstance(d, Drop):
             self.leader.finished(d.seqs)
         return True

@@ -67,6 +67,8 @@ class Simulation(Cluster):
         self._flushes_left, self._pauses_left = 6, 6
         self._slow = [draw.choice((0.0, 0.0, 0.0, 0.5, 0.9)) for _ in range(stages)]
         """How often each stage does nothing."""
+        self._busy = draw.choice((0.0, 0.0, 0.9, 0.99))
+        """How often the loop of a member is not done yet with what it does."""
         self._away = [0.0] * stages
         """Until when each stage is cut off from everything."""
         words = draw.choice((2, 3, 50))
@@ -129,6 +131,9 @@ class Simulation(Cluster):
 
     def stands_still(self, rank: int) -> bool:
         return self._away[rank] > self.now or self.rng.random() < self._slow[rank]
+
+    def loop_is_busy(self, rank: int) -> bool:
+        return self.rng.random() < self._busy
 
     def _note(self, what: str) -> None:
         self.trace.append(f"{self.now:6.0f}  {what}")
@@ -270,6 +275,11 @@ def _one_more(finished: Callable[..., Any], leader: Leader, seqs: list[int]) -> 
     """A request that ended is not taken out of the leader's books."""
 
 
+def _position_forgotten(retracted: Callable[..., Any], leader: Leader, *args: int) -> None:
+    """Nobody waits until the stages have applied a retraction."""
+    retracted(leader, *args[:-1], 0)
+
+
 def _keep_epoch(reset: Callable[..., Any], table: LeaseTable) -> None:
     reset(table)
     table.epoch -= 1
@@ -288,6 +298,7 @@ BUGS: dict[str, Patch] = {
     "the oldest request is retracted": (Sequencer, "growth_refused", _oldest),
     "a row decodes without room": (Sequencer, "_has_room", _yes),
     "a request that ended stays in the leader's books": (Leader, "finished", _one_more),
+    "nobody waits for a retraction to be applied": (Leader, "retracted", _position_forgotten),
     "a flush keeps the epoch": (LeaseTable, "reset", _keep_epoch),
     "a flush forgets no lease": (LeaseTable, "reset", _skip),
     "nobody is told of room": (Member, "freed", _skip),

@@ -236,6 +236,11 @@ def test_without_wavepp_nothing_is_refused(start: Callable[..., Any]) -> None:
     assert record.enable_mixed_chunk
 
 
+def test_wavepps_cache_alone_is_refused(refused: Callable[..., str]) -> None:
+    line = refused("--radix-cache-backend", "wavepp", base=())
+    assert line == "error: --radix-cache-backend wavepp needs --wavepp"
+
+
 def test_the_engine_gets_an_exception(model: str) -> None:
     record = engine_args(model_path=model, device="cpu", pp_size=2, enable_mixed_chunk=True)
     with pytest.raises(

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from array import array
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ from hypothesis.stateful import (
 from trees import ALL, CORES, FakeTree, Make, RealTree, Tree, fake, hybrid, plain
 
 from sglang_wavepp.errors import LeaseError
+from sglang_wavepp.member import Member
+from sglang_wavepp.messages import Held, HeldItem, Hold, HoldItem
 from sglang_wavepp.radix.lease import Lease, LeaseTable
 from sglang_wavepp.radix.ledger import Ledger
 from sglang_wavepp.radix.protocol import Match
@@ -475,6 +478,19 @@ def test_a_state_evicted_between_find_and_acquire_makes_the_lease_fall_back(
     lease = table.acquire(1, prefix, found)
     assert lease.boundary == left * page
     table.release(lease)
+    tree.check()
+
+
+@on_hybrid
+def test_a_lease_gives_up_earlier_states_where_slots_are_short(make: Any) -> None:
+    tree = make(64, states=6)
+    page, answers = tree.page_size, list[Any]()
+    prefix = with_states(tree, "abcdef", 1, 2, 3, 4, 5, 6)
+    member = Member(tree, nullcontext, answers.append)
+    member.offered(1, prefix)
+    member.on_message(Hold(0, 1, [HoldItem(1, 5 * page, 7 * page)]))
+    assert answers[-1] == Held(0, 1, [HeldItem(1, 5 * page, True)])
+    assert tree.cache.mamba_protected_size() == 1
     tree.check()
 
 
