@@ -16,8 +16,8 @@ Discipline of the writer
     reset    `clear()`.
     A set is enough then, and a reference count would be wrong: a prefix that is inserted again over
     resident nodes adds nothing that will be removed twice, its blocks still have one owner and go with
-    it. Under this discipline `duplicates` and `missing` of the statistics stay 0 (short of a 64-bit
-    collision); anything else says that the adapter and the tree are out of step.
+    it. Under this discipline `duplicates` and `missing` of the statistics stay 0 (short of a collision);
+    anything else says that the adapter and the tree are out of step.
 
 Prefix closure
     Trees insert from the front and evict from the leaves, so with block k of a chain all blocks before
