@@ -23,8 +23,7 @@ class Hints:
         self.snapshots = SnapshotIndex() if recurrent else None
 
     def boundary(self, hashes: Sequence[int], limit: int) -> int:
-        """Tokens of a request, at most `limit` (at least 0), that this stage could reuse. Any thread, no
-        lock.
+        """Tokens of a request, at most `limit` (>= 0), that this stage could reuse. Any thread, no lock.
 
         hashes: the request's chain from block 0 on. The answer is a whole number of blocks, or `limit` where
         the last block reaches beyond it (not so for hybrid models, that cannot cut a state). What is cached

@@ -3,7 +3,8 @@
 The next turn of a conversation repeats all of the last one, and agents share long system prompts. Comparing
 tokens takes a quarter of the time of hashing them, so stage 0 keeps the latest prompts with their chains,
 finds those that begin alike by the hashes at checkpoints (one every `STRIDE` blocks), and takes over what
-the tokens say is common."""
+the tokens say is common.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ class KnownChains:
     """A bounded memory of chains. One thread.
 
     Args:
-        block: tokens a block, >= 1. capacity: tokens of the prompts that are kept, 8 bytes each unless the
-        caller keeps them anyway. The least
-            recently used go first.
+        block: tokens a block, >= 1.
+        capacity: tokens of the prompts that are kept, 8 bytes each unless the caller keeps them anyway. The
+            least recently used go first.
     """
 
     def __init__(self, block: int, capacity: int) -> None:

@@ -88,8 +88,8 @@ class SnapshotIndex:
     def last(self, hashes: Sequence[int], blocks: int) -> int:
         """The last state at or before `blocks` blocks of `hashes`, in blocks; 0 if there is none. Any thread.
 
-        hashes: a chain from block 0 on. O(blocks / SEGMENT + states of other branches in the segments
-        passed)."""
+        hashes: a chain from block 0 on. O(blocks / SEGMENT + states of other branches in passed segments).
+        """
         at = min(blocks, len(hashes))
         segments, present = self._segments, self._present
         for first in range((at - 1) // SEGMENT * SEGMENT, -1, -SEGMENT):

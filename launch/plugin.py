@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from sglang_wavepp.config import config_of
+from sglang_wavepp.config import CACHE_BACKEND, config_of
 from sglang_wavepp.errors import ConfigError, HandshakeError
 from sglang_wavepp.launch import flags
 
@@ -109,8 +109,8 @@ def _from_cli_args(original: Callable[..., Any], cls: type, namespace: argparse.
         flags.exit_with(error)
     if options is not None:
         record._wavepp = options
-    elif record.radix_cache_backend == flags.PLUGIN_NAME:
-        flags.exit_with(ConfigError(f"--radix-cache-backend {flags.PLUGIN_NAME} needs --wavepp"))
+    elif record.radix_cache_backend == CACHE_BACKEND:
+        flags.exit_with(ConfigError(f"--radix-cache-backend {CACHE_BACKEND} needs --wavepp"))
     return record
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from sglang_wavepp.config import config_of
+from sglang_wavepp.config import CACHE_BACKEND, config_of
 from sglang_wavepp.errors import ConfigError
 
 
@@ -104,7 +104,7 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "this way of loading was not tested with WavePP",
     ),
     "chunked_prefill_size": (lambda v: v is None or v > 0, "waves are made of prefill chunks"),
-    "radix_cache_backend": (lambda v: v in (None, "wavepp"), "leases need WavePP's own cache"),
+    "radix_cache_backend": (lambda v: v in (None, CACHE_BACKEND), "leases need WavePP's own cache"),
 }
 """Fields on the list of which not all values are: whether a value is, and why others are not."""
 

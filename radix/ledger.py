@@ -67,11 +67,10 @@ class Ledger:
         return self._tree.free_tokens() + self._tree.evictable_tokens() - self._tokens
 
     def grant(self, owner: int, boundary: int, until: int) -> bool:
-        """Promise room for KV positions [boundary, until), a row and recurrent slots. Replaces an earlier
-        grant.
+        """Promise room for KV positions [boundary, until), a row and recurrent slots.
 
-        Call it after the lease at `boundary` was taken: a lease moves tokens out of what is evictable.
-        On refusal nothing is promised to `owner` any more. O(1).
+        Replaces an earlier grant. Call it after the lease at `boundary` was taken: a lease moves tokens out
+        of what is evictable. On refusal nothing is promised to `owner` any more. O(1).
         """
         self.close(owner)
         covered = self._cover(until)

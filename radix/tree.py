@@ -16,9 +16,6 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang_wavepp.hint_index import Hints, Snapshot, chain, seed_of
 from sglang_wavepp.radix.protocol import LockedPrefix, Match
 
-BACKEND = "wavepp"
-"""Name of this cache for `--radix-cache-backend`."""
-
 _ATTEMPTS = 3
 """Matches of a hybrid prefix that are tried while the loop evicts what was just found."""
 

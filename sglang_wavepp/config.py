@@ -7,6 +7,9 @@ import hashlib
 import json
 from typing import Any
 
+CACHE_BACKEND = "wavepp"
+"""Name of WavePP's cache for `--radix-cache-backend`."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WavePPConfig:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from sglang_wavepp.config import config_of
+from sglang_wavepp.config import CACHE_BACKEND, config_of
 from sglang_wavepp.errors import HandshakeError, WavePPError
 from sglang_wavepp.tested import TESTED
 
@@ -93,12 +93,10 @@ def install(server_args: Any) -> None:
     from sglang.srt.mem_cache.registry import default_radix_cache_factory, register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_wavepp.radix.tree import BACKEND
-
     for target, name in HOOKS.items():
         HookRegistry.register(target, globals()[name], HookType.AROUND)
     # By its name and by default it is the same cache, made with the hook on `create_unified_radix_cache`.
-    register_radix_cache_backend(BACKEND, default_radix_cache_factory)
+    register_radix_cache_backend(CACHE_BACKEND, default_radix_cache_factory)
 
 
 def check(allow_untested: bool) -> None:

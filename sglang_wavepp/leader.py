@@ -91,11 +91,15 @@ class Admission:
     awaits: Awaited | None = None
     """It waits until another request has computed their common prompt; those behind it may pass."""
     rounds: int = 0
-    retracted: bool = False
     since: int = 0
-    """Log position at which it was retracted."""
+    """Log position after its retraction; 0 if it was not committed before."""
     reusable: int = 0
     """Tokens that it certainly reuses, as far as is known."""
+
+    @property
+    def retracted(self) -> bool:
+        """It was committed before, and came back."""
+        return self.since > 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,16 +238,8 @@ class Leader:
             self._retractions[seq] = self._retractions.get(seq, 0) + 1
         self._leave(seq)
         self._position = max(self._position, position)
-        again = Admission(
-            seq,
-            length,
-            remaining,
-            self._now(),
-            self._ranks[seq],
-            State.HINTED,
-            retracted=True,
-            since=position,
-        )
+        rank = self._ranks[seq]
+        again = Admission(seq, length, remaining, self._now(), rank, State.HINTED, since=position)
         place = sum(a.retracted for a in self._queue)
         self._queue.insert(place, again)
         # A growth that was refused waits for the stages themselves: they may be behind in the log, and would

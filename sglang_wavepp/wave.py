@@ -38,15 +38,15 @@ from sglang_wavepp.watch import PeerWatch, end_server
 logger = logging.getLogger(__name__)
 
 
+_TICK_S = 1.0
+"""Heartbeats are sent and time limits looked at this often, or more often if a limit is short."""
+
+
 def digest_of(payload: bytes, chain: bytes) -> int:
     """What stages compare to know that they have the same request."""
     digest = xxhash.xxh3_64(payload)
     digest.update(chain)
     return digest.intdigest()
-
-
-_TICK_S = 1.0
-"""Heartbeats are sent and time limits looked at this often, or more often if a limit is short."""
 
 
 class Wave:
@@ -259,9 +259,9 @@ class MemberWave(Wave):
         hints = self.stage.hints
         if req is None:
             self.stage.member.failed(seq, "the request is not valid here")
+        elif req.to_finish is not None:  # SGLang has replaced its prompt
+            self.stage.member.failed(seq, req.to_finish.message)
         elif len(hashes) != (0 if hints is None else len(req.origin_input_ids) // hints.block):
             self.stage.member.failed(seq, f"{len(hashes)} prompt hashes do not fit its prompt here")
-        elif req.to_finish is not None:
-            self.stage.member.failed(seq, req.to_finish.message)
         else:
-            self.stage.member.offered(seq, RequestPrefix(req, digest, hashes, self.stage.hints))
+            self.stage.member.offered(seq, RequestPrefix(req, digest, hashes, hints))
