@@ -85,6 +85,9 @@ class Member:
         has yet to commit or to retract."""
         self._gave_back = False
         """A committed request gave its room back since the last look."""
+        self._latest_offer = -1
+        self._forgotten: set[int] = set()
+        """Requests that were forgotten before their offer came: it takes another socket."""
 
     @property
     def epoch(self) -> int:
@@ -92,6 +95,14 @@ class Member:
         return self.leases.epoch
 
     # --- the WAVE thread's side --------------------------------------------------------------
+
+    def arrives(self, seq: int) -> bool:
+        """The offer of a request came, in the order of arrival. False if it was forgotten before."""
+        self._latest_offer = seq
+        if seq in self._forgotten:
+            self._forgotten.discard(seq)
+            return False
+        return True
 
     def offered(self, seq: int, prefix: Any) -> None:
         """A request is ready on this stage (payload verified, grammar compiled): hint its prefix."""
@@ -140,7 +151,8 @@ class Member:
         else:
             self._release(message.seqs)
             for seq in message.seqs:
-                self._offered.pop(seq, None)
+                if self._offered.pop(seq, None) is None and seq > self._latest_offer:
+                    self._forgotten.add(seq)
 
     def _hint(self, seqs: Iterable[int]) -> None:
         items = [HintItem(q, self._tree.hint(prefix)) for q in seqs if (prefix := self._offered.get(q))]

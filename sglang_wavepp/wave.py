@@ -199,9 +199,6 @@ class MemberWave(Wave):
         super().__init__(stage, plane, peers)
         self._building: dict[int, tuple[int, array[int]]] = {}
         """Digest and prompt hashes of requests that are being built."""
-        self._latest_offer = -1
-        self._forgotten: set[int] = set()
-        """Requests that were forgotten before their offer came: it takes the other socket."""
 
     # --- called by the loop ------------------------------------------------------------------
 
@@ -227,16 +224,12 @@ class MemberWave(Wave):
                     for seq in message.seqs:
                         self.stage.intake.cancel(seq)
                         self._building.pop(seq, None)
-                        if seq > self._latest_offer:
-                            self._forgotten.add(seq)
                 self.stage.member.on_message(message)
         self._compiled()
 
     def _offer(self, offer: Offer, payload: bytes, chain: bytes) -> None:
         member = self.stage.member
-        self._latest_offer = offer.seq
-        if offer.seq in self._forgotten:
-            self._forgotten.discard(offer.seq)
+        if not member.arrives(offer.seq):
             return
         if digest_of(payload, chain) != offer.digest:
             member.failed(offer.seq, "the payload arrived damaged")

@@ -329,6 +329,7 @@ class LeaderWave(Wave):
         shared: Sequence[int] = hashes if prefix.max_boundary > 0 else ()
         self.leader.arrive(seq, req.origin_input_ids, req.sampling_params.max_new_tokens, shared, rank)
         self._plane.send(None, Offer(seq, prefix.digest), payload, chain)
+        self.stage.member.arrives(seq)
         if ready:
             self._built(seq, req)
 

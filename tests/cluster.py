@@ -1,7 +1,9 @@
 """A whole WavePP server without SGLang: the real state machines over a model tree and a simulated network.
 
 Every choice (which message arrives next, which loop takes its next step) comes from one seeded random
-generator, so a run is replayed by its seed. What the real loops do on SGLang is done here on page counts.
+generator, so a run is replayed by its seed. What the real loops do on SGLang is done here on page counts, in
+steps: between them the other thread of the stage goes on, and inside an operation that the guard covers the
+counters lie as SGLang's do.
 """
 
 from __future__ import annotations
@@ -9,23 +11,28 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from sglang_wavepp.hint_index import Hints, chain
+from model_tree import SEED, ModelTree, Request
+
+from sglang_wavepp.hint_index import chain
 from sglang_wavepp.leader import Committed, GrowthGranted, Leader, Limits, Rejected
 from sglang_wavepp.log import DecisionLog
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import (
+    Beat,
     Commit,
     Control,
     ControlDone,
     Decode,
     Drop,
+    Forget,
     HintQuery,
     Log,
+    Offer,
     Output,
     Prefill,
     WaveDone,
@@ -33,176 +40,75 @@ from sglang_wavepp.messages import (
     decode_from_member,
     encode,
 )
-from sglang_wavepp.radix.protocol import LockedPrefix, Match
+from sglang_wavepp.numbering import Numbering
 from sglang_wavepp.sequencer import Sequencer
 
-
-class Request:
-    """A request on one stage, and its `Prefix`."""
-
-    def __init__(self, seq: int, tokens: tuple[int, ...], max_new: int) -> None:
-        self.seq, self.prompt, self.max_new = seq, tokens, max_new
-        self.output: list[int] = []
-        self.lock: Any = None
-        self.lease: Any = None
-        self.done = self.boundary = 0
-        self.private = 0
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.prompt + tuple(self.output)
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def max_boundary(self) -> int:
-        return self.length - 1
+Steps = Iterator[None]
+"""What a loop does, one piece after the other."""
+_OVER = object()
 
 
-SEED = 1
-"""Of the prompt hashes."""
+class Channel:
+    """One direction of one socket: frames in order, with their numbers."""
+
+    def __init__(self) -> None:
+        self._frames: deque[tuple[bytes, bytes]] = deque()
+        self._sent, self._received = Numbering(), Numbering()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def send(self, message: Any) -> None:
+        self._frames.append((self._sent.stamp(), encode(message)))
+
+    def receive(self) -> bytes | None:
+        """The next frame; None if it came before. Raises `ProtocolError` if some were lost."""
+        stamp, frame = self._frames.popleft()
+        return frame if self._received.accept(stamp) else None
+
+    def lose(self, rng: random.Random) -> None:
+        """One of the frames under way does not arrive."""
+        del self._frames[rng.randrange(len(self._frames))]
+
+    def repeat(self, rng: random.Random) -> None:
+        """One of the frames under way arrives once more, at some time after the first."""
+        at = rng.randrange(len(self._frames))
+        self._frames.insert(rng.randrange(at, len(self._frames)) + 1, self._frames[at])
+
+    def keep(self, rng: random.Random) -> None:
+        """Only some of the frames still arrive: whoever sent them is dead."""
+        self._frames = deque(islice(self._frames, rng.randrange(len(self._frames) + 1)))
 
 
-class _Node:
-    """One cached page after all those before it."""
+class Guard:
+    """The guard of a stage. Its loop keeps it over several steps; whoever waits for it lets the loop go on."""
 
-    __slots__ = ("children", "depth", "hash", "key", "locks", "parent")
+    def __init__(self, proceed: Callable[[], None]) -> None:
+        self._proceed = proceed
+        self.loop_runs = False
+        """The loop is doing a step: it may enter again what it holds."""
+        self.taken = False
+        """The loop is between two steps and keeps the guard."""
 
-    def __init__(self, parent: _Node | None, key: tuple[int, ...]) -> None:
-        self.parent, self.key = parent, key
-        self.depth: int = 0 if parent is None else parent.depth + len(key)
-        self.children: dict[tuple[int, ...], _Node] = {}
-        self.locks = 0
-        """Locks that end here or further on."""
-        self.hash: array[int] | None = None
-        """Of the block that ends here, if one does."""
+    def __call__(self) -> Guard:
+        return self
 
+    def __enter__(self) -> None:
+        while self.taken and not self.loop_runs:
+            self._proceed()
 
-class ModelTree:
-    """A radix tree as an obvious model: every cached page is a node."""
-
-    states_per_request = 0
-
-    def __init__(self, pool: int, rows: int, page: int) -> None:
-        self.page_size, self._pool, self.rows = page, pool, rows
-        self.hints = Hints(4 * page, SEED)
-        self.reset()
-
-    def reset(self) -> None:
-        self._root = _Node(None, ())
-        self._nodes: dict[_Node, None] = {}
-        """All but the root, the oldest first."""
-        self.locked = 0
-        """Tokens that cannot be evicted."""
-        self.private = 0
-        """Tokens that running requests hold besides."""
-        self.hints.clear()
-
-    def _longest(self, tokens: tuple[int, ...], limit: int) -> _Node:
-        page, node = self.page_size, self._root
-        while node.depth + page <= min(limit, len(tokens)):
-            longer = node.children.get(tuple(tokens[node.depth : node.depth + page]))
-            if longer is None:
-                break
-            node = longer
-        return node
-
-    def hint(self, prefix: Request) -> int:
-        hashes = chain(array("q", prefix.tokens), self.hints.block, SEED)
-        return self.hints.boundary(hashes, prefix.max_boundary) // self.page_size * self.page_size
-
-    def match(self, prefix: Request, limit: int) -> Match:
-        node = self._longest(prefix.tokens, limit)
-        return Match(node.depth, ((node.depth, node),))
-
-    def lock(self, prefix: Request, match: Match) -> LockedPrefix:
-        end = node = self._longest(prefix.tokens, match.boundary)
-        while node.parent is not None:
-            self.locked += 0 if node.locks else self.page_size
-            node.locks += 1
-            node = node.parent
-        return LockedPrefix(end.depth, end, end)
-
-    def unlock(self, lock: _Node) -> None:
-        node = lock
-        while node.parent is not None:
-            assert node.locks > 0, "unlocked twice"
-            node.locks -= 1
-            self.locked -= 0 if node.locks else self.page_size
-            node = node.parent
-
-    @property
-    def cached(self) -> int:
-        return len(self._nodes) * self.page_size
-
-    def free_tokens(self) -> int:
-        return self._pool - self.cached - self.private
-
-    def evictable_tokens(self) -> int:
-        return self.cached - self.locked
-
-    def free_rows(self) -> int:
-        return self.rows
-
-    def free_states(self) -> int:
-        return 0
-
-    def allocate(self, tokens: int, rng: random.Random) -> None:
-        """Take private pages, evicting unlocked leaves in any order. What was escrowed must be there."""
-        leaves = self._leaves() if self.free_tokens() < tokens else []
-        while self.free_tokens() < tokens:
-            assert leaves, f"no room for {tokens} tokens that were promised"
-            at = rng.randrange(len(leaves))
-            leaves[at], leaves[-1] = leaves[-1], leaves[at]
-            parent = self._evict(leaves.pop())
-            if parent.parent is not None and not parent.children and not parent.locks:
-                leaves.append(parent)
-        self.private += tokens
-
-    def insert(self, tokens: tuple[int, ...]) -> int:
-        """Cache the full pages of `tokens`; returns how many tokens became cached with it."""
-        full = tokens[: len(tokens) // self.page_size * self.page_size]
-        node = self._longest(full, len(full))
-        new = len(full) - node.depth
-        hashes = chain(array("q", full), self.hints.block, SEED) if new else array("Q")
-        while node.depth < len(full):
-            key = tuple(full[node.depth : node.depth + self.page_size])
-            node.children[key] = longer = _Node(node, key)
-            node = longer
-            self._nodes[node] = None
-            blocks, rest = divmod(node.depth, self.hints.block)
-            if not rest:
-                self.hints.index.add(hashes, blocks - 1, blocks)
-                node.hash = hashes[blocks - 1 : blocks]
-        return new
-
-    def evict_some(self, rng: random.Random) -> None:
-        """Something else on this stage evicts: caches of stages drift apart."""
-        leaves = self._leaves()
-        for leaf in rng.sample(leaves, rng.randrange(len(leaves) + 1)):
-            self._evict(leaf)
-
-    def _leaves(self) -> list[_Node]:
-        return [node for node in self._nodes if not node.locks and not node.children]
-
-    def _evict(self, leaf: _Node) -> _Node:
-        assert leaf.parent is not None
-        del self._nodes[leaf], leaf.parent.children[leaf.key]
-        if leaf.hash is not None:
-            self.hints.index.remove(leaf.hash, 0, 1)
-        return leaf.parent
+    def __exit__(self, *_: object) -> None:
+        """The other thread gives it back within its step."""
 
 
 class SimStage:
     """One stage: member state machine, model tree, log, and what its loop does."""
 
-    def __init__(self, rank: int, cluster: Cluster, pool: int, rows: int, page: int) -> None:
-        self.rank, self.cluster = rank, cluster
-        self.tree = ModelTree(pool, rows, page)
-        self.rows_total = rows
-        self.member = Member(self.tree, nullcontext, self._send)
+    def __init__(self, rank: int, cluster: Cluster, tree: ModelTree) -> None:
+        self.rank, self.cluster, self.tree = rank, cluster, tree
+        self.rows_total = tree.rows
+        self.guard = Guard(self.proceed)
+        self.member = Member(tree, self.guard, self._send)
         self.log = DecisionLog(rank)
         self.live: dict[int, Request] = {}
         self.groups: dict[int, list[int]] = {}
@@ -210,14 +116,49 @@ class SimStage:
         self.computed: dict[int, list[tuple[int, int]]] = {}
         self.prompt_tokens = 0
         """Prompt tokens that were computed, not reused."""
+        self.building: dict[int, None] = {}
+        """Requests that were offered and are not ready yet."""
         self.inbox: deque[tuple[int, bytes]] = deque()
         self.outputs: dict[int, list[int]] = {}
         """Every request's sampled tokens: must be equal on all stages in the end."""
+        self._work: Steps | None = None
 
     def _send(self, message: Any) -> None:
-        self.cluster.to_leader[self.rank].append(encode(message))
+        self.cluster.to_leader[self.rank].send(message)
 
-    def apply(self, d: Any) -> None:
+    # --- steps of the loop ---------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Is the loop in the middle of something?"""
+        return self._work is not None
+
+    def begin(self, work: Steps) -> None:
+        """The loop starts with something; `proceed` goes on with it."""
+        self._work = work
+        self.proceed()
+
+    def proceed(self) -> None:
+        """The loop does its next step."""
+        assert self._work is not None
+        self.guard.loop_runs = True
+        if next(self._work, _OVER) is _OVER:
+            self._work = None
+        self.guard.loop_runs = False
+
+    def read(self) -> Steps:
+        """A member: apply the next entry of the log."""
+        position, entry = self.inbox.popleft()
+        d = self.log.read(position, entry)
+        assert self.log.digest == self.cluster.position_digests[self.log.position], "another log than stage 0's"
+        yield from self.apply(d)
+        if self.rank == len(self.cluster.stages) - 1 and isinstance(d, Prefill | Decode):
+            yield  # the device
+            tokens = [self.cluster.sample() for _ in self.waves[d.wave]]
+            self._send(WaveDone(d.wave, 1, tokens, b""))
+
+    def apply(self, d: Any) -> Steps:
+        self.guard.taken = True
         if isinstance(d, Commit):
             request, lease = self.member.take(d.seq, d.boundary)
             assert request.length == d.length
@@ -225,61 +166,99 @@ class SimStage:
             self.live[d.seq] = request
         elif isinstance(d, Prefill):
             for span in d.spans:
-                self._span(span)
+                yield from self._span(span)
             self.waves[d.wave] = [(span.seq, span.last) for span in d.spans]
             self.computed[d.wave] = [(span.seq, span.end) for span in d.spans]
             self.prompt_tokens += sum(span.end - span.begin for span in d.spans)
         elif isinstance(d, Decode):
             assert self.groups.get(d.group) == d.seqs, "another group than the log says"
             for seq in d.seqs:
-                self._grow(self.live[seq], self.live[seq].done + 1, seq)
+                yield from self._grow(self.live[seq], self.live[seq].done + 1)
             self.waves[d.wave] = [(seq, True) for seq in d.seqs]
         elif isinstance(d, Output):
-            self.output(d.wave, d.group, d.tokens, d.finished)
+            yield from self._output(d.wave, d.group, d.tokens, d.finished)
         elif isinstance(d, Drop):
             for seq in d.seqs:
                 self._drop(seq, d.retract)
         elif isinstance(d, Control):
-            self.tree.reset()
-            self.member.reset()
-            self._send(ControlDone(self.log.position - 1, self.member.epoch, ""))
+            yield from self._control(d)
         if self.member.freed():
             self._send(self.member.capacity())
         if self.rank:
             self.member.applied(self.log.position)
+        self.guard.taken = False
 
-    def _span(self, span: Any) -> None:
+    def _control(self, d: Control) -> Steps:
+        """A flush where stage 0 is idle, or another operation at a log position, such as new weights."""
+        if d.payload == b"flush" and self.may_flush(d):
+            assert not self.live, "rule 7: a flush while requests run"
+            self.tree.reset()
+            self.member.reset()
+        yield
+        self._send(ControlDone(self.log.position - 1, self.member.epoch, ""))
+
+    def may_flush(self, d: Control) -> bool:
+        """Stage 0 says so, whatever this stage looks like."""
+        return d.idle
+
+    def _span(self, span: Any) -> Steps:
         request = self.live[span.seq]
         assert request.done == span.begin, "another position than the log says"
         if request.lease is not None:
+            node = request.lease.node
             request.lock = self.member.leases.transfer(request.lease)
             request.lease = None
+            assert node.depth == request.done and node.pins, "the prefix is not the one that was agreed"
+            assert node.state or not (self.tree.recurrent and node.depth), "no recurrent state to go on from"
             self.tree.rows -= 1
-        self._grow(request, span.end, span.seq)
+            request.states = self.tree.states_per_request
+            self.tree.allocate_states(request.states, self.cluster.rng)
+        yield from self._grow(request, span.end)
         if not span.last:
-            self._checkpoint(request)
+            yield from self._checkpoint(request)
 
-    def _grow(self, request: Request, length: int, seq: int) -> None:
+    def _grow(self, request: Request, length: int) -> Steps:
         page = self.tree.page_size
-        self.member.ledger.take(seq, length)
-        pages = -(-length // page) - -(-max(request.done, 0) // page)
-        self.tree.allocate(pages * page, self.cluster.rng)
-        request.private += pages * page
+        tokens = (-(-length // page) - -(-request.done // page)) * page
+        self.member.ledger.take(request.seq, length)
+        yield  # not promised any more, and not taken yet
+        self.tree.make_room(tokens, self.cluster.rng)
+        yield
+        self.tree.private += tokens
+        request.private += tokens
         request.done = length
 
-    def _checkpoint(self, request: Request) -> None:
+    def _checkpoint(self, request: Request) -> Steps:
         """Publish what was computed, give duplicates back, and lock the longer path."""
+        tree = self.tree
         before = request.lock.depth
         tokens = request.tokens[: request.done]
-        self.tree.insert(tokens)
-        moved = len(tokens) // self.tree.page_size * self.tree.page_size - before
-        self.tree.private -= moved
-        request.private -= moved
-        longer = self.tree.lock(request, self.tree.match(request, len(tokens))).lock
-        self.tree.unlock(request.lock)
-        request.lock = longer
+        full = len(tokens) // tree.page_size * tree.page_size
+        if tree.recurrent and (full < len(tokens) or request.states < tree.states_per_request):
+            return  # there is no state at the end of the last page, or no second slot for one
+        states = tree.private_states
+        tree.insert(tokens)
+        request.states -= states - tree.private_states
+        yield  # counted twice: in the tree, and as the request's own
+        tree.private -= full - before
+        request.private -= full - before
+        yield  # nobody has locked it yet
+        longer = tree.lock(request, tree.match(request, full))
+        assert longer.boundary == full, "what was inserted is not there"
+        for lock in (request.lock, *longer.rungs):
+            tree.unlock(lock)
+        request.lock = longer.lock
+        self._renew(request)
 
-    def output(self, wave: int, group: int, tokens: list[int], finished: list[int]) -> None:
+    def _renew(self, request: Request) -> None:
+        """Take a recurrent slot for the next checkpoint in place of the one that the tree has now."""
+        promised = self.member.ledger.statistics().rows * self.tree.states_per_request
+        missing = self.tree.states_per_request - request.states
+        if missing and self.tree.free_states() - promised >= missing:
+            self.tree.allocate_states(missing, self.cluster.rng)
+            request.states += missing
+
+    def _output(self, wave: int, group: int, tokens: list[int], finished: list[int]) -> Steps:
         for (seq, complete), token in zip(self.waves.pop(wave), tokens, strict=True):
             request = self.live[seq]
             if not complete:
@@ -288,17 +267,18 @@ class SimStage:
             ended = len(request.output) >= request.max_new
             assert ended == (seq in finished), "a request ended on one stage only"
             if ended:
-                self._checkpoint(request)
+                yield from self._checkpoint(request)
                 self._leave(request)
                 self.member.finish(seq)
                 self.outputs[seq] = request.output
             elif len(request.output) == 1 or seq not in self.groups.get(group, []):
-                self._checkpoint(request)
+                yield from self._checkpoint(request)
                 self.groups.setdefault(group, []).append(seq)
 
     def _leave(self, request: Request) -> None:
         self.tree.private -= request.private
-        request.private = 0
+        self.tree.private_states -= request.states
+        request.private = request.states = 0
         if request.lock is not None:
             self.tree.unlock(request.lock)
             request.lock = None
@@ -321,7 +301,10 @@ class SimStage:
 
 
 class Cluster:
-    """P stages, their network and stage 0's planner, stepped in random order."""
+    """P stages, their network and stage 0's planner, stepped in random order.
+
+    pools: KV tokens of each stage. states: its recurrent slots, for a hybrid model.
+    """
 
     def __init__(
         self,
@@ -329,6 +312,7 @@ class Cluster:
         *,
         stages: int,
         pools: list[int],
+        states: list[int] | None = None,
         page: int = 1,
         rows: int = 8,
         budget: int = 32,
@@ -337,22 +321,24 @@ class Cluster:
     ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
-        self.to_leader: list[deque[bytes]] = [deque() for _ in range(stages)]
-        self.to_member: list[deque[bytes]] = [deque() for _ in range(stages)]
-        self.stages = [SimStage(r, self, pools[r], rows, page) for r in range(stages)]
-        self.leader = Leader(
-            Limits(
-                stages=stages,
-                pool=min(pools),
-                running=rows,
-                page=page,
-                reserve=reserve,
-                block=4 * page,
-                ahead=2 * budget,
-                round_bound=1e9,
-            ),
-            lambda: self.now,
+        """Stage 0's clock. Nobody else looks at one."""
+        self.to_leader = [Channel() for _ in range(stages)]
+        self.to_member = [Channel() for _ in range(stages)]
+        self.bulk = [Channel() for _ in range(stages)]
+        """Offers: they take another socket than what is decided about them."""
+        trees = [ModelTree(pools[r], rows, page, states and states[r]) for r in range(stages)]
+        self.stages = [SimStage(rank, self, tree) for rank, tree in enumerate(trees)]
+        limits = Limits(
+            stages=stages,
+            pool=min(pools),
+            running=rows,
+            page=page,
+            reserve=reserve,
+            block=4 * page,
+            ahead=2 * budget,
+            round_bound=1e9,
         )
+        self.leader = Leader(limits, lambda: self.now)
         self.sequencer = Sequencer(
             budget=budget,
             page=page,
@@ -363,17 +349,20 @@ class Cluster:
             interval=interval,
         )
         self.longest = min(pools) - page
-        self.inbox: deque[Any] = deque()
+        self.mail: deque[Callable[[], None]] = deque()
+        """What stage 0's loop posts to its other thread."""
+        self.inbox: deque[Callable[[], Steps]] = deque()
+        """What its other thread posts to stage 0's loop."""
         self.payloads: dict[int, tuple[tuple[int, ...], int]] = {}
+        self.known: set[int] = set()
+        """Requests from their offer to their end, as stage 0's other thread sees it."""
         self.rejected: dict[int, str] = {}
         self.aborted: set[int] = set()
-        self.offers: dict[tuple[int, int], None] = {}
-        """(request, stage) that are under way."""
-        self.flushes = 0
-        """Flushes that wait for an idle server."""
-        self._flushing = False
+        self.controls: deque[bytes] = deque()
+        """Operations that wait for their turn; a flush also for an idle server."""
+        self._control_runs = False
         self._acks: dict[int, int] = {}
-        """Stage -> its epoch after the flush."""
+        """Stage -> its epoch after the operation."""
         self.position_digests: dict[int, int] = {}
         self.sample: Callable[[], int] = lambda: self.rng.randrange(3)
         """What the model says."""
@@ -391,122 +380,238 @@ class Cluster:
     # --- the outside world -------------------------------------------------------------------
 
     def submit(self, seq: int, tokens: tuple[int, ...], max_new: int, rank: int = 0) -> None:
+        self.known.add(seq)
         self.payloads[seq] = (tokens, min(max_new, self.longest - len(tokens)))
-        self.offers |= {(seq, rank): None for rank in range(len(self.stages))}
         hashes = chain(array("q", tokens), self.leader.limits.block, SEED)
         self.leader.arrive(seq, tokens, self.payloads[seq][1], hashes, rank)
+        for channel in self.bulk[1:]:
+            channel.send(Offer(seq, 0))
+        self.stages[0].member.arrives(seq)
+        self.stages[0].building[seq] = None
 
     def abort(self, seq: int) -> None:
         self.aborted.add(seq)
-        for rank in range(len(self.stages)):
-            self.offers.pop((seq, rank), None)
-        if not self.leader.cancel(seq):
-            self.inbox.append(("abort", seq))
+        if seq not in self.known:
+            return
+        if self.leader.cancel(seq):
+            self.known.discard(seq)
+            self.stages[0].building.pop(seq, None)
+        else:
+            self.inbox.append(partial(self._abort, seq))
 
     # --- one random step ---------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Do one thing that can be done. False if nothing can."""
-        self.now += 1.0
-        actions = self._actions()
-        able = [act for rank, act in actions if not self.stands_still(rank)]
-        if able and self.rng.random() < 0.9:
-            self.rng.choice(able)()
-        elif self._plan():
-            pass
-        elif able:
-            self.rng.choice(able)()
-        elif busy := [rank for rank, stage in enumerate(self.stages) if stage.inbox]:
-            self._loop(self.rng.choice(busy))  # at last
-        else:
-            return bool(actions)
-        self.settle()
-        return True
+        """One stage does one thing. False if nobody can do anything.
 
-    def _actions(self) -> list[tuple[int, Callable[[], None]]]:
-        """What can be done now, and the stage that does it."""
-        actions: list[tuple[int, Callable[[], None]]] = []
-        for rank, stage in enumerate(self.stages):
+        `moved` is the stage that did.
+        """
+        self.now += 1.0
+        pending = False
+        stages, stage0 = len(self.stages), self.stages[0]
+        first = self.rng.randrange(stages)
+        for rank in (*range(first, stages), *range(first)):
+            able = self._actions(rank)
+            pending = pending or bool(able)
+            if (able or not rank) and not self.stands_still(rank):
+                self.moved = rank
+                plans = not rank and not stage0.busy and self.rng.random() < 0.5
+                if (plans and self._plan()) or (able and self.rng.choice(able)()):
+                    self.settle()
+                    return True
+        if self.stands_still(0):
+            return True  # who knows what it would have planned
+        if not stage0.busy and self._plan():
+            self.moved = 0
+            self.settle()
+            return True
+        return pending or self._anyhow()
+
+    moved = 0
+
+    def _anyhow(self) -> bool:
+        """Nobody wanted to move: let the loops that take their time do so."""
+        for stage in self.stages[1:]:
+            if stage.busy or stage.inbox:
+                self.moved = stage.rank
+                self._loop(stage.rank)
+                self.settle()
+                return True
+        return False
+
+    def _actions(self, rank: int) -> list[Callable[[], Any]]:
+        """What this stage can do now. An action that answers False could not be done after all."""
+        stage = self.stages[rank]
+        actions: list[Callable[[], Any]] = []
+        if rank:
             if self.to_member[rank]:
-                actions.append((rank, partial(self._deliver_to_member, rank)))
-            if self.to_leader[rank]:
-                actions.append((rank, partial(self._deliver_to_leader, rank)))
-            if stage.inbox and not self.loop_is_busy(rank):
-                actions.append((rank, partial(self._loop, rank)))
-        actions += [(rank, partial(self.build, seq, rank)) for seq, rank in self.offers]
-        if self.inbox:
-            actions.append((0, self._loop0))
+                actions.append(partial(self._deliver_to_member, rank))
+            if self.bulk[rank]:
+                actions.append(partial(self._deliver_offer, rank))
+            if (stage.busy or stage.inbox) and not self.takes_its_time(rank):
+                actions.append(partial(self._loop, rank))
+        else:
+            actions += [partial(self._deliver_to_leader, r) for r, c in enumerate(self.to_leader) if c]
+            if self.mail:
+                actions.append(self._read_mail)
+            if stage.busy or self.inbox:
+                actions.append(self._loop0)
+        if stage.building:
+            actions.append(partial(self._build_one, rank))
         return actions
 
     def stands_still(self, rank: int) -> bool:
         """Does this stage do nothing at the moment?"""
         return False
 
-    def loop_is_busy(self, rank: int) -> bool:
+    def takes_its_time(self, rank: int) -> bool:
         """Does a member's loop still run a wave, while its other thread goes on?"""
         return False
 
+    def arrives(self, source: int, target: int) -> bool:
+        """Do frames from one stage to another one arrive at the moment?"""
+        return True
+
     def deliver(self) -> bool:
         """Deliver one message, if there is any, and let the leader act on it."""
-        for deliver, queues in (
+        for deliver, channels in (
             (self._deliver_to_member, self.to_member),
+            (self._deliver_offer, self.bulk),
             (self._deliver_to_leader, self.to_leader),
         ):
-            for rank, queue in enumerate(queues):
-                if queue:
+            for rank, channel in enumerate(channels):
+                if channel:
                     deliver(rank)
                     self.settle()
                     return True
+        if self.mail:
+            self._read_mail()
+            self.settle()
+            return True
         return False
 
     def build(self, seq: int, rank: int) -> None:
-        self.offers.pop((seq, rank), None)
-        tokens, max_new = self.payloads[seq]
-        self.stages[rank].member.offered(seq, Request(seq, tokens, max_new))
+        """A request is ready on a stage."""
+        stage = self.stages[rank]
+        del stage.building[seq]
+        stage.member.offered(seq, Request(seq, *self.payloads[seq]))
 
-    def _deliver_to_member(self, rank: int) -> None:
+    def _build_one(self, rank: int) -> bool:
+        self.build(self.rng.choice(list(self.stages[rank].building)), rank)
+        return True
+
+    def _deliver_offer(self, rank: int) -> bool:
+        if not self.arrives(0, rank):
+            return False
         self.delivered += 1
-        message = decode_from_leader(self.to_member[rank].popleft())
+        frame = self.bulk[rank].receive()
+        if frame is not None:
+            offer = decode_from_leader(frame)
+            if isinstance(offer, Offer) and self.stages[rank].member.arrives(offer.seq):
+                self.stages[rank].building[offer.seq] = None
+        return True
+
+    def _deliver_to_member(self, rank: int) -> bool:
+        if not self.arrives(0, rank):
+            return False
+        self.delivered += 1
+        frame = self.to_member[rank].receive()
+        if frame is None:
+            return True
+        message, stage = decode_from_leader(frame), self.stages[rank]
         if isinstance(message, Log):
-            self.stages[rank].inbox += enumerate(message.entries, message.first)
-        else:
-            self.stages[rank].member.on_message(message)
+            stage.inbox += enumerate(message.entries, message.first)
+        elif not isinstance(message, Beat):
+            if isinstance(message, Forget):
+                for seq in message.seqs:
+                    stage.building.pop(seq, None)
+            stage.member.on_message(message)
+        return True
 
-    def _deliver_to_leader(self, rank: int) -> None:
+    def _deliver_to_leader(self, rank: int) -> bool:
+        if not self.arrives(rank, 0):
+            return False
         self.delivered += 1
-        message = decode_from_member(self.to_leader[rank].popleft())
+        frame = self.to_leader[rank].receive()
+        if frame is None:
+            return True
+        message = decode_from_member(frame)
         self.on_answer(rank, message)
         if isinstance(message, WaveDone):
-            self.inbox.append(("done", message))
+            self.inbox.append(partial(self._output, message))
         elif isinstance(message, ControlDone):
             self._acks[rank] = message.epoch
-            self._end_flush()
-        else:
+            self._end_control()
+        elif not isinstance(message, Beat):
             self.leader.on_message(rank, message)
+        return True
 
     def settle(self) -> None:
+        """Stage 0's other thread ends its turn: what the leader wants is done."""
         self.leader.step()
-        if self.flushes and not self._flushing and self.leader.idle:
-            self.flushes -= 1
-            self._flushing = True
-            self.leader.barrier(True)
-            self.inbox.append(("flush", None))
+        self._start_control()
         outbox, self.leader.outbox = self.leader.outbox, []
         events, self.leader.events = self.leader.events, []
         for event in events:
             if isinstance(event, Rejected):
                 self.rejected[event.seq] = event.reason
+                self.known.discard(event.seq)
+                self.stages[0].building.pop(event.seq, None)
             else:
-                self.inbox.append(("event", event))
+                self.inbox.append(partial(self._event, event))
             if isinstance(event, Committed):
                 self.committed.append(event)
         for rank, message in outbox:
             self.on_sent(rank, message)
             self.queries += isinstance(message, HintQuery)
-            for r in range(len(self.stages)) if rank is None else (rank,):
-                self.to_member[r].append(encode(message))
-            while self.to_member[0]:
-                self._deliver_to_member(0)  # it runs in the same thread
+            for r in range(1, len(self.stages)) if rank is None else (rank,):
+                self.to_member[r].send(message)
+            if rank in (None, 0):
+                self.stages[0].member.on_message(message)  # it runs in the same thread
+
+    def _start_control(self) -> None:
+        if self._control_runs:
+            return
+        for what in self.controls:
+            if what != b"flush" or self.leader.idle:
+                break
+        else:
+            return
+        self.controls.remove(what)
+        self._control_runs = True
+        self.leader.barrier(True)
+        self.inbox.append(partial(self._control, Control(what.removesuffix(b" now"), self.leader.idle)))
+
+    def _end_control(self) -> None:
+        if len(self._acks) == len(self.stages):
+            (epoch,) = set(self._acks.values())
+            self._acks.clear()
+            while self.leader.epoch < epoch:
+                self.leader.new_epoch()
+            self.leader.barrier(False)
+            self._control_runs = False
+
+    # --- stage 0's loop ------------------------------------------------------------------------
+
+    def _read_mail(self) -> bool:
+        self.mail.popleft()()
+        return True
+
+    def _loop0(self) -> bool:
+        stage = self.stages[0]
+        if stage.busy:
+            stage.proceed()
+        else:
+            stage.begin(self.inbox.popleft()())
+        return True
+
+    def _loop(self, rank: int) -> bool:
+        stage = self.stages[rank]
+        if stage.busy:
+            stage.proceed()
+        else:
+            stage.begin(stage.read())
+        return True
 
     def _publish(self, d: Any) -> None:
         self.on_decision(d)
@@ -514,44 +619,36 @@ class Cluster:
         position, entry = stage0.log.position, stage0.log.append(d)
         self.position_digests[stage0.log.position] = stage0.log.digest
         stage0.member.applied(stage0.log.position)
-        for rank in range(1, len(self.stages)):
-            self.to_member[rank].append(encode(Log(position, [entry])))
+        for channel in self.to_member[1:]:
+            channel.send(Log(position, [entry]))
 
-    def _loop0(self) -> None:
-        kind, item = self.inbox.popleft()
-        if kind == "abort":
-            self.sequencer.drop(item)
-        elif kind == "flush":
-            d = Control(b"", True)
+    def _abort(self, seq: int) -> Steps:
+        if not self.sequencer.drop(seq):
+            # It has ended, or it was retracted meanwhile and waits.
+            self.mail.append(partial(self.abort, seq))
+        yield
+
+    def _control(self, d: Control) -> Steps:
+        self._publish(d)
+        yield from self.stages[0].apply(d)
+
+    def _event(self, event: Any) -> Steps:
+        if isinstance(event, Committed):
+            d = Commit(event.seq, event.order, event.boundary, event.length, event.until, 0)
             self._publish(d)
-            self.stages[0].apply(d)
-        elif kind == "done":
-            self._output(item)
-        elif isinstance(item, Committed):
-            d = Commit(item.seq, item.order, item.boundary, item.length, item.until, 0)
-            self._publish(d)
-            self.stages[0].apply(d)
-            self.order.append(item.seq)
-            tokens, max_new = self.payloads[item.seq]
+            yield from self.stages[0].apply(d)
+            self.order.append(event.seq)
+            tokens, max_new = self.payloads[event.seq]
             most = min(len(tokens) + max_new, self.longest)
             self.sequencer.commit(
-                item.seq, item.order, item.boundary, item.length, item.until, most, item.again
+                event.seq, event.order, event.boundary, event.length, event.until, most, event.again
             )
-        elif isinstance(item, GrowthGranted):
-            self.sequencer.grown(item.items)
+        elif isinstance(event, GrowthGranted):
+            self.sequencer.grown(event.items)
         else:
-            self.sequencer.growth_refused(item.seq, item.hopeless)
+            self.sequencer.growth_refused(event.seq, event.hopeless)
 
-    def _end_flush(self) -> None:
-        if len(self._acks) == len(self.stages):
-            (epoch,) = set(self._acks.values())
-            self._acks.clear()
-            while self.leader.epoch < epoch:
-                self.leader.new_epoch()
-            self.leader.barrier(False)
-            self._flushing = False
-
-    def _output(self, done: WaveDone) -> None:
+    def _output(self, done: WaveDone) -> Steps:
         stage0 = self.stages[0]
         group = self.sequencer.join_group(done.wave)
         rows = stage0.waves[done.wave]
@@ -559,45 +656,50 @@ class Cluster:
             s for s, complete in rows if complete and len(stage0.live[s].output) + 1 >= stage0.live[s].max_new
         ]
         d = Output(done.wave, group, done.tokens, finished, b"")
-        stage0.apply(d)
+        yield from stage0.apply(d)
         self._publish(d)
         self.sequencer.output(done.wave, group, finished)
         if finished:
             self.sequencer.reconsider(stage0.member.reusable, self.leader.limits.block)
-        self.leader.wave_finished(stage0.log.position, stage0.computed.pop(done.wave, []))
-        self.leader.finished(finished)
+        computed = stage0.computed.pop(done.wave, [])
+        self.mail.append(partial(self._finished, stage0.log.position, computed, finished))
 
-    def _loop(self, rank: int) -> None:
-        stage = self.stages[rank]
-        position, entry = stage.inbox.popleft()
-        d = stage.log.read(position, entry)
-        assert stage.log.digest == self.position_digests[stage.log.position]
-        stage.apply(d)
-        if rank == len(self.stages) - 1 and isinstance(d, Prefill | Decode):
-            tokens = [self.sample() for _ in stage.waves[d.wave]]
-            self.to_leader[rank].append(encode(WaveDone(d.wave, 1, tokens, b"")))
+    def _finished(self, position: int, computed: list[tuple[int, int]], finished: list[int]) -> None:
+        self.leader.wave_finished(position, computed)
+        self._over(finished)
+
+    def _over(self, seqs: list[int]) -> None:
+        self.leader.finished(seqs)
+        self.known.difference_update(seqs)
 
     def _plan(self) -> bool:
         d = self.sequencer.next(self.stages[0].log.digest)
         for seq, until in self.sequencer.growth_requests:
-            self.leader.want_growth(seq, until)
+            self.mail.append(partial(self.leader.want_growth, seq, until))
         self.sequencer.growth_requests = []
         if d is None:
             return False
         self._publish(d)
+        self.stages[0].begin(self._planned(d))
+        return True
+
+    def _planned(self, d: Any) -> Steps:
+        live = self.stages[0].live
         if isinstance(d, Prefill):
-            self.leader.planned([(s.seq, s.end - s.begin) for s in d.spans])
-        reqs = [self.stages[0].live[s] for s in d.seqs] if isinstance(d, Drop) else []
+            self.mail.append(partial(self.leader.planned, [(s.seq, s.end - s.begin) for s in d.spans]))
+        dropped = [live[seq] for seq in d.seqs] if isinstance(d, Drop) else []
         if isinstance(d, Prefill | Decode):
             self.waves.append(d)
-        self.stages[0].apply(d)
+        yield from self.stages[0].apply(d)
         if isinstance(d, Drop) and d.retract:
-            self.readmitted += sum(not r.output and r.done == r.boundary for r in reqs)
-            for r in reqs:
-                self.leader.retracted(r.seq, r.length, r.max_new - len(r.output), self.stages[0].log.position)
+            self.readmitted += sum(not r.output and r.done == r.boundary for r in dropped)
+            self.mail.append(partial(self._retracted, self.stages[0].log.position, dropped))
         elif isinstance(d, Drop):
-            self.leader.finished(d.seqs)
-        return True
+            self.mail.append(partial(self._over, d.seqs))
+
+    def _retracted(self, position: int, requests: list[Request]) -> None:
+        for r in requests:
+            self.leader.retracted(r.seq, r.length, r.max_new - len(r.output), position)
 
     # --- for those who watch -------------------------------------------------------------------
 
@@ -613,13 +715,26 @@ class Cluster:
     # --- invariants --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """What must hold after every step."""
+        """What must hold after every step, wherever the guard is free."""
         for stage in self.stages:
-            tree = stage.tree
-            assert tree.free_tokens() >= 0
-            outstanding = stage.member.ledger.statistics()
-            assert tree.free_tokens() + tree.evictable_tokens() - outstanding.tokens >= 0
-            assert tree.rows - outstanding.rows >= 0
+            self.check_stage(stage)
+
+    def check_stage(self, stage: SimStage) -> None:
+        """Rule 5, and that nothing is lost."""
+        if stage.guard.taken:
+            return
+        tree, promised = stage.tree, stage.member.ledger.statistics()
+        free = tree.free_tokens()
+        room = free + tree.evictable_tokens() - promised.tokens
+        assert room >= 0, f"rule 5: stage {stage.rank} promised {-room} tokens too much"
+        assert tree.rows >= promised.rows, f"rule 5: stage {stage.rank} promised rows that it has not"
+        if tree.recurrent:
+            states = tree.free_states() - promised.rows * tree.states_per_request
+            assert states >= 0, f"rule 5: stage {stage.rank} promised {-states} recurrent slots too much"
+            own = sum(request.states for request in stage.live.values())
+            assert tree.private_states == own, f"stage {stage.rank} lost recurrent slots"
+        private = sum(request.private for request in stage.live.values())
+        assert free >= 0 and tree.private == private, f"stage {stage.rank} lost tokens"
 
     def check_quiet(self) -> None:
         """What must hold when nothing is left to do."""
@@ -630,9 +745,10 @@ class Cluster:
         for stage in self.stages:
             assert stage.outputs == outcomes
             s = stage.member.statistics()
-            assert (s.leases, s.committed, s.escrow_tokens, s.escrow_rows) == (0, 0, 0, 0)
-            assert stage.tree.locked == 0 and stage.tree.private == 0
-            assert stage.tree.rows == stage.rows_total
+            assert (s.offered, s.leases, s.committed, s.escrow_tokens, s.escrow_rows) == (0, 0, 0, 0, 0)
+            tree = stage.tree
+            assert tree.locked == tree.private == tree.pinned == tree.private_states == 0
+            assert tree.rows == stage.rows_total
         for seq, (_, max_new) in self.payloads.items():
             ended = (seq in outcomes) + (seq in self.rejected)
             assert ended == 1 or (seq in self.aborted and ended == 0), f"request {seq} ended {ended} times"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from cluster import ModelTree, Request
+from model_tree import ModelTree, Request
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -15,7 +15,7 @@ from unittest import mock
 os.environ.setdefault("SGLANG_PLATFORM", "wavepp-cpu")
 
 import torch
-from cluster import SEED, ModelTree, Request
+from model_tree import SEED, ModelTree, Request
 from sglang.srt import runtime_context
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
