@@ -52,32 +52,29 @@ class Channel:
     """One direction of one socket: frames in order, with their numbers."""
 
     def __init__(self) -> None:
-        self._frames: deque[tuple[bytes, bytes]] = deque()
+        self.frames: deque[tuple[bytes, bytes]] = deque()
         self._sent, self._received = Numbering(), Numbering()
 
-    def __len__(self) -> int:
-        return len(self._frames)
-
     def send(self, message: Any) -> None:
-        self._frames.append((self._sent.stamp(), encode(message)))
+        self.frames.append((self._sent.stamp(), encode(message)))
 
     def receive(self) -> bytes | None:
         """The next frame; None if it came before. Raises `ProtocolError` if some were lost."""
-        stamp, frame = self._frames.popleft()
+        stamp, frame = self.frames.popleft()
         return frame if self._received.accept(stamp) else None
 
     def lose(self, rng: random.Random) -> None:
         """One of the frames under way does not arrive."""
-        del self._frames[rng.randrange(len(self._frames))]
+        del self.frames[rng.randrange(len(self.frames))]
 
     def repeat(self, rng: random.Random) -> None:
         """One of the frames under way arrives once more, at some time after the first."""
-        at = rng.randrange(len(self._frames))
-        self._frames.insert(rng.randrange(at, len(self._frames)) + 1, self._frames[at])
+        at = rng.randrange(len(self.frames))
+        self.frames.insert(rng.randrange(at, len(self.frames)) + 1, self.frames[at])
 
     def keep(self, rng: random.Random) -> None:
         """Only some of the frames still arrive: whoever sent them is dead."""
-        self._frames = deque(islice(self._frames, rng.randrange(len(self._frames) + 1)))
+        self.frames = deque(islice(self.frames, rng.randrange(len(self.frames) + 1)))
 
 
 class Guard:
@@ -121,29 +118,24 @@ class SimStage:
         self.inbox: deque[tuple[int, bytes]] = deque()
         self.outputs: dict[int, list[int]] = {}
         """Every request's sampled tokens: must be equal on all stages in the end."""
-        self._work: Steps | None = None
+        self.busy = False
+        """The loop is in the middle of something."""
+        self._work: Steps = iter(())
 
     def _send(self, message: Any) -> None:
         self.cluster.to_leader[self.rank].send(message)
 
     # --- steps of the loop ---------------------------------------------------------------------
 
-    @property
-    def busy(self) -> bool:
-        """Is the loop in the middle of something?"""
-        return self._work is not None
-
     def begin(self, work: Steps) -> None:
         """The loop starts with something; `proceed` goes on with it."""
-        self._work = work
+        self._work, self.busy = work, True
         self.proceed()
 
     def proceed(self) -> None:
         """The loop does its next step."""
-        assert self._work is not None
         self.guard.loop_runs = True
-        if next(self._work, _OVER) is _OVER:
-            self._work = None
+        self.busy = next(self._work, _OVER) is not _OVER
         self.guard.loop_runs = False
 
     def read(self) -> Steps:
@@ -366,6 +358,8 @@ class Cluster:
         self.position_digests: dict[int, int] = {}
         self.sample: Callable[[], int] = lambda: self.rng.randrange(3)
         """What the model says."""
+        self.moved = -1
+        """The stage that has just done something."""
         self.waves: list[Prefill | Decode] = []
         self.committed: list[Committed] = []
         self.order: list[int] = []
@@ -402,66 +396,78 @@ class Cluster:
     # --- one random step ---------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One stage does one thing. False if nobody can do anything.
-
-        `moved` is the stage that did.
-        """
+        """One stage does one thing, `moved`. False if nobody can do anything, now or later."""
         self.now += 1.0
-        pending = False
-        stages, stage0 = len(self.stages), self.stages[0]
-        first = self.rng.randrange(stages)
-        for rank in (*range(first, stages), *range(first)):
-            able = self._actions(rank)
-            pending = pending or bool(able)
-            if (able or not rank) and not self.stands_still(rank):
-                self.moved = rank
-                plans = not rank and not stage0.busy and self.rng.random() < 0.5
-                if (plans and self._plan()) or (able and self.rng.choice(able)()):
-                    self.settle()
-                    return True
-        if self.stands_still(0):
-            return True  # who knows what it would have planned
-        if not stage0.busy and self._plan():
-            self.moved = 0
-            self.settle()
+        first = self.rng.randrange(len(self.stages))
+        slow = []
+        for rank in (*range(first, len(self.stages)), *range(first)):
+            if self.is_slow(rank):
+                slow.append(rank)
+            elif not self.stands_still(rank) and self._move(rank, 0.5):
+                return True
+        for rank in slow:  # nobody else has anything to do
+            if not self.stands_still(rank) and self._move(rank, 1.0):
+                return True
+        if not self.stands_still(0) and self._plan():
+            self._moved(0)
             return True
-        return pending or self._anyhow()
+        for rank, stage in enumerate(self.stages):
+            if rank and not self.stands_still(rank) and (stage.inbox or stage.busy):
+                self._loop(rank)  # although it takes its time
+                self._moved(rank)
+                return True
+        self.moved = -1
+        return self.wakes_up()
 
-    moved = 0
-
-    def _anyhow(self) -> bool:
-        """Nobody wanted to move: let the loops that take their time do so."""
-        for stage in self.stages[1:]:
-            if stage.busy or stage.inbox:
-                self.moved = stage.rank
-                self._loop(stage.rank)
-                self.settle()
+    def _move(self, rank: int, plans: float) -> bool:
+        if not rank and self.rng.random() < plans and self._plan():
+            self._moved(rank)
+            return True
+        able = self._actions(rank)
+        if able:
+            action, about = self.rng.choice(able)
+            if action(about):
+                self._moved(rank)
                 return True
         return False
 
-    def _actions(self, rank: int) -> list[Callable[[], Any]]:
-        """What this stage can do now. An action that answers False could not be done after all."""
+    def _moved(self, rank: int) -> None:
+        self.moved = rank
+        self.settle()
+
+    def _actions(self, rank: int) -> list[tuple[Callable[[int], bool], int]]:
+        """What this stage can do now, with what about. An action that answers False cannot be done yet."""
         stage = self.stages[rank]
-        actions: list[Callable[[], Any]] = []
+        actions: list[tuple[Callable[[int], bool], int]] = []
         if rank:
-            if self.to_member[rank]:
-                actions.append(partial(self._deliver_to_member, rank))
-            if self.bulk[rank]:
-                actions.append(partial(self._deliver_offer, rank))
-            if (stage.busy or stage.inbox) and not self.takes_its_time(rank):
-                actions.append(partial(self._loop, rank))
+            if self.to_member[rank].frames:
+                actions.append((self._deliver_to_member, rank))
+            if self.bulk[rank].frames:
+                actions.append((self._deliver_offer, rank))
+            if (stage.inbox or stage.busy) and not self.takes_its_time(rank):
+                actions.append((self._loop, rank))
         else:
-            actions += [partial(self._deliver_to_leader, r) for r, c in enumerate(self.to_leader) if c]
+            for source, channel in enumerate(self.to_leader):
+                if channel.frames:
+                    actions.append((self._deliver_to_leader, source))
             if self.mail:
-                actions.append(self._read_mail)
-            if stage.busy or self.inbox:
-                actions.append(self._loop0)
+                actions.append((self._read_mail, 0))
+            if self.inbox or stage.busy:
+                actions.append((self._loop0, 0))
         if stage.building:
-            actions.append(partial(self._build_one, rank))
+            actions.append((self._build_one, rank))
         return actions
+
+    def is_slow(self, rank: int) -> bool:
+        """Does this stage do something only if nobody else can, for now?"""
+        return False
 
     def stands_still(self, rank: int) -> bool:
         """Does this stage do nothing at the moment?"""
+        return False
+
+    def wakes_up(self) -> bool:
+        """Nobody can do anything. Could somebody later? Then it is later."""
         return False
 
     def takes_its_time(self, rank: int) -> bool:
@@ -480,12 +486,12 @@ class Cluster:
             (self._deliver_to_leader, self.to_leader),
         ):
             for rank, channel in enumerate(channels):
-                if channel:
+                if channel.frames:
                     deliver(rank)
                     self.settle()
                     return True
         if self.mail:
-            self._read_mail()
+            self._read_mail(0)
             self.settle()
             return True
         return False
@@ -593,11 +599,11 @@ class Cluster:
 
     # --- stage 0's loop ------------------------------------------------------------------------
 
-    def _read_mail(self) -> bool:
+    def _read_mail(self, _: int) -> bool:
         self.mail.popleft()()
         return True
 
-    def _loop0(self) -> bool:
+    def _loop0(self, _: int) -> bool:
         stage = self.stages[0]
         if stage.busy:
             stage.proceed()
@@ -673,6 +679,9 @@ class Cluster:
         self.known.difference_update(seqs)
 
     def _plan(self) -> bool:
+        """Stage 0's loop logs what is next. False if there is nothing, or it is busy."""
+        if self.stages[0].busy:
+            return False
         d = self.sequencer.next(self.stages[0].log.digest)
         for seq, until in self.sequencer.growth_requests:
             self.mail.append(partial(self.leader.want_growth, seq, until))

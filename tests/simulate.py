@@ -124,9 +124,10 @@ class Simulation(Cluster):
                     raise
                 self.check_survivors()
                 return step
-            self.check_stage(self.stages[self.moved])
-            self.check_stage(self.stages[0])
-            self.check_leader(self.stages[self.moved])
+            if self.moved >= 0:
+                self.check_stage(self.stages[self.moved])
+                self.check_stage(self.stages[0])
+                self.check_leader(self.stages[self.moved])
             if self.dead >= 0 and (self.now - self._died > SILENCE or not moved):
                 self.check_survivors()
                 return step
@@ -149,7 +150,7 @@ class Simulation(Cluster):
     def _happen(self) -> None:
         """What comes from outside."""
         rng = self.rng
-        if self._arrivals and rng.random() < self._rate:
+        if self._arrivals and (self.moved < 0 or rng.random() < self._rate):
             self.submit(*self._arrivals.pop(0))
         if self._aborts and rng.random() < self._aborts and self.payloads:
             seq = rng.choice(list(self.payloads))
@@ -189,7 +190,7 @@ class Simulation(Cluster):
                     channel.keep(rng)
 
     def _any_frames(self) -> Channel | None:
-        channels = [c for c in (*self.to_leader[1:], *self.to_member, *self.bulk) if c]
+        channels = [c for c in (*self.to_leader[1:], *self.to_member, *self.bulk) if c.frames]
         return self.rng.choice(channels) if channels else None
 
     def _beat(self) -> None:
@@ -199,11 +200,18 @@ class Simulation(Cluster):
             self.bulk[rank].send(Beat(0, ""))
             self.to_leader[rank].send(Beat(0, ""))
 
-    def stands_still(self, rank: int) -> bool:
-        if rank == self.dead or self._away[rank] > self.now:
-            return True
+    def is_slow(self, rank: int) -> bool:
         slow = self._slow[rank]
         return slow > 0 and self.rng.random() < slow
+
+    def stands_still(self, rank: int) -> bool:
+        return self._away[rank] > self.now or rank == self.dead
+
+    def wakes_up(self) -> bool:
+        later = [time for time in (*self._away, *self._cut) if time > self.now]
+        if later:
+            self.now = min(later)
+        return bool(later)
 
     def takes_its_time(self, rank: int) -> bool:
         return self._busy > 0 and self.rng.random() < self._busy
