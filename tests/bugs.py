@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
-from cluster import Guard, SimStage
+import msgspec
+from cluster import Cluster, Guard, SimStage
 
-from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.leader import Committed, Leader, State
 from sglang_wavepp.member import Member
-from sglang_wavepp.messages import Held, Hold
+from sglang_wavepp.messages import Held, Hold, Release
 from sglang_wavepp.numbering import Numbering
 from sglang_wavepp.radix.lease import LeaseTable
 from sglang_wavepp.radix.ledger import Ledger
@@ -101,33 +102,123 @@ def _keep_epoch(reset: Callable[..., Any], table: LeaseTable) -> None:
     table.epoch -= 1
 
 
-BUGS: dict[str, Patch] = {
-    "a release unlocks nothing": (LeaseTable, "release", _unlock_nothing),
-    "a grant may follow a refusal": (Member, "_hold", _each_alone),
-    "the longest boundary is agreed on": (Leader, "_end_hold", _most),
-    "a round does not wait for the last answer": (Leader, "_on_answer", _last_is_not_asked),
-    "a request is committed twice": (Leader, "_commit", _commit_twice),
-    "what is promised to others counts as free": (Ledger, "room", _promise_all),
-    "rows that are promised to others count as free": (Ledger, "grant", _free_rows),
-    "escrow is not given back": (Ledger, "close", _skip),
-    "escrow is two pages short": (Ledger, "_cover", _no_slack),
-    "the oldest request is retracted": (Sequencer, "growth_refused", _oldest),
-    "a row decodes without room": (Sequencer, "_has_room", _yes),
-    "a request that ended stays in the leader's books": (Leader, "finished", _skip),
-    "nobody waits for a retraction to be applied": (Leader, "retracted", _position_forgotten),
-    "a flush keeps the epoch": (LeaseTable, "reset", _keep_epoch),
-    "a flush forgets no lease": (LeaseTable, "reset", _skip),
-    "nobody is told of room": (Member, "freed", _skip),
-    "a growth is not taken back where another stage refused": (Ledger, "shrink", _skip),
+def _first_acknowledgement(end: Callable[..., Any], cluster: Cluster) -> None:
+    """The leader takes the first stage that applied a reset for all."""
+    (epoch, *_) = cluster._acks.values()
+    cluster._acks = dict.fromkeys(range(len(cluster.stages)), epoch)
+    end(cluster)
+
+
+def _of_any_epoch(on_message: Callable[..., Any], member: Member, message: Any) -> None:
+    if hasattr(message, "epoch"):
+        message = msgspec.structs.replace(message, epoch=member.epoch)
+    on_message(member, message)
+
+
+def _release_again(commit: Callable[..., Any], leader: Leader) -> None:
+    """What was committed is released."""
+    commit(leader)
+    seqs = [event.seq for event in leader.events if isinstance(event, Committed)]
+    if seqs:
+        leader._send(Release(leader.epoch, seqs))
+
+
+def _release_twice(release: Callable[..., Any], table: LeaseTable, lease: Any) -> None:
+    lock = table.transfer(lease)
+    table._tree.unlock(lock)
+    table._tree.unlock(lock)
+
+
+def _longer_next_time(end_hold: Callable[..., Any], leader: Leader, r: Any, columns: Any) -> None:
+    end_hold(leader, r, columns)
+    for a in r.holds:
+        if a in leader._queue and a.state is State.HINTED and a.until:
+            a.candidate += leader.limits.page
+
+
+def _impatient(applied: Callable[..., Any], member: Member, position: int) -> None:
+    """The stage itself gives a request up that takes long."""
+    applied(member, position)
+    if position % 17 == 0 and member._committed:
+        member.finish(next(iter(member._committed)))
+
+
+def _by_itself(may_flush: Callable[..., Any], stage: SimStage, d: Any) -> bool:
+    return not stage.live
+
+
+def _any_number(accept: Callable[..., Any], numbering: Numbering, stamp: bytes) -> bool:
+    numbering.count = max(numbering.count, int.from_bytes(stamp, "big"))
+    return bool(accept(numbering, stamp))
+
+
+def _once_more(accept: Callable[..., Any], numbering: Numbering, stamp: bytes) -> bool:
+    accept(numbering, stamp)
+    return True
+
+
+def _not_in_flight(drop: Callable[..., Any], sequencer: Sequencer, seq: int, **options: bool) -> bool:
+    """An abort does not wait for the waves of the request."""
+    if seq in sequencer._live:
+        sequencer._live[seq].in_flight = 0
+    return bool(drop(sequencer, seq, **options))
+
+
+def _far_ahead(init: Callable[..., Any], sequencer: Sequencer, **options: Any) -> None:
+    init(sequencer, **options | {"run_ahead": 1000})
+
+
+def _no(original: Callable[..., Any], *args: Any) -> bool:
+    return False
+
+
+BUGS: dict[str, list[Patch]] = {
+    "a release unlocks nothing": [(LeaseTable, "release", _unlock_nothing)],
+    "a release unlocks twice": [(LeaseTable, "release", _release_twice)],
+    "a grant may follow a refusal": [(Member, "_hold", _each_alone)],
+    "the longest boundary is agreed on": [(Leader, "_end_hold", _most)],
+    "a boundary grows from round to round": [(Leader, "_end_hold", _longer_next_time)],
+    "a round does not wait for the last answer": [(Leader, "_on_answer", _last_is_not_asked)],
+    "a request is committed twice": [(Leader, "_commit", _commit_twice)],
+    "what was committed is released": [(Leader, "_commit", _release_again)],
+    "what is promised to others counts as free": [(Ledger, "room", _promise_all)],
+    "rows that are promised to others count as free": [(Ledger, "grant", _free_rows)],
+    "a grant does not wait for the guard": [(Guard, "__enter__", _skip)],
+    "escrow is not given back": [(Ledger, "close", _skip)],
+    "escrow is two pages short": [(Ledger, "_cover", _no_slack)],
+    "the oldest request is retracted": [(Sequencer, "growth_refused", _oldest)],
+    "a row decodes without room": [(Sequencer, "_has_room", _yes)],
+    "an abort does not wait for the waves of its request": [(Sequencer, "drop", _not_in_flight)],
+    "waves are issued without end": [(Sequencer, "__init__", _far_ahead)],
+    "a request that ended stays in the leader's books": [(Leader, "finished", _skip)],
+    "nobody waits for a retraction to be applied": [(Leader, "retracted", _position_forgotten)],
+    "a stage answers before it has applied what was asked about": [(Member, "_comes_early", _no)],
+    "a request is built although it was forgotten": [(Member, "arrives", _yes)],
+    "a stage gives a request up by itself": [(Member, "applied", _impatient)],
+    "a stage flushes when it is idle itself": [(SimStage, "may_flush", _by_itself)],
+    "a flush keeps the epoch": [(LeaseTable, "reset", _keep_epoch)],
+    "a flush forgets no lease": [(LeaseTable, "reset", _skip)],
+    "a new epoch begins before all are in it": [(Cluster, "_end_control", _first_acknowledgement)],
+    "frames of any epoch count": [
+        (Cluster, "_end_control", _first_acknowledgement),
+        (Member, "on_message", _of_any_epoch),
+    ],
+    "nobody is told of room": [(Member, "freed", _skip)],
+    "a growth is not taken back where another stage refused": [(Ledger, "shrink", _skip)],
+    "a lost frame is not noticed": [(Numbering, "accept", _any_number)],
+    "a repeated frame counts twice": [(Numbering, "accept", _once_more)],
 }
 
 
 @contextmanager
 def broken(bug: str) -> Iterator[None]:
     """Runs in this context have the bug."""
-    where, name, replacement = BUGS[bug]
-    original = getattr(where, name)
-    with mock.patch.object(where, name, lambda *args: replacement(original, *args)):
+    with ExitStack() as patches:
+        for where, name, replacement in BUGS[bug]:
+            patched = partialmethod(_patched, getattr(where, name), replacement)
+            patches.enter_context(mock.patch.object(where, name, patched))
         yield
 
 
+def _patched(self: Any, original: Any, replacement: Any, *args: Any, **options: Any) -> Any:
+    return replacement(original, self, *args, **options)

@@ -63,9 +63,11 @@ class Channel:
         stamp, frame = self.frames.popleft()
         return frame if self._received.accept(stamp) else None
 
-    def lose(self, rng: random.Random) -> None:
-        """One of the frames under way does not arrive."""
-        del self.frames[rng.randrange(len(self.frames))]
+    def lose(self, rng: random.Random) -> bool:
+        """One of the frames under way does not arrive. False if it did before, and came again."""
+        stamp, _ = rng.choice(self.frames)
+        self.frames = deque(frame for frame in self.frames if frame[0] != stamp)
+        return int.from_bytes(stamp, "big") >= self._received.count
 
     def repeat(self, rng: random.Random) -> None:
         """One of the frames under way arrives once more, at some time after the first."""
@@ -78,7 +80,7 @@ class Channel:
 
 
 class Guard:
-    """The guard of a stage. Its loop keeps it over several steps; whoever waits for it lets the loop go on."""
+    """The guard of a stage. Its loop keeps it over several steps; who waits for it lets the loop go on."""
 
     def __init__(self, proceed: Callable[[], None]) -> None:
         self._proceed = proceed
@@ -142,7 +144,9 @@ class SimStage:
         """A member: apply the next entry of the log."""
         position, entry = self.inbox.popleft()
         d = self.log.read(position, entry)
-        assert self.log.digest == self.cluster.position_digests[self.log.position], "another log than stage 0's"
+        assert self.log.digest == self.cluster.position_digests[self.log.position], (
+            "another log than stage 0's"
+        )
         yield from self.apply(d)
         if self.rank == len(self.cluster.stages) - 1 and isinstance(d, Prefill | Decode):
             yield  # the device
@@ -184,8 +188,11 @@ class SimStage:
         """A flush where stage 0 is idle, or another operation at a log position, such as new weights."""
         if d.payload == b"flush" and self.may_flush(d):
             assert not self.live, "rule 7: a flush while requests run"
+            before = self.member.epoch
             self.tree.reset()
             self.member.reset()
+            assert self.member.epoch == before + 1, "4a: a reset begins no new epoch"
+            assert not len(self.member.leases), "4a: a reset leaves leases"
         yield
         self._send(ControlDone(self.log.position - 1, self.member.epoch, ""))
 
@@ -382,6 +389,7 @@ class Cluster:
             channel.send(Offer(seq, 0))
         self.stages[0].member.arrives(seq)
         self.stages[0].building[seq] = None
+        self.settle()
 
     def abort(self, seq: int) -> None:
         self.aborted.add(seq)
@@ -392,6 +400,7 @@ class Cluster:
             self.stages[0].building.pop(seq, None)
         else:
             self.inbox.append(partial(self._abort, seq))
+        self.settle()
 
     # --- one random step ---------------------------------------------------------------------
 
@@ -433,7 +442,8 @@ class Cluster:
 
     def _moved(self, rank: int) -> None:
         self.moved = rank
-        self.settle()
+        if not rank:
+            self.settle()
 
     def _actions(self, rank: int) -> list[tuple[Callable[[int], bool], int]]:
         """What this stage can do now, with what about. An action that answers False cannot be done yet."""

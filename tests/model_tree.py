@@ -70,6 +70,9 @@ class ModelTree:
         self.recurrent = states is not None
         self.states_per_request = 2 if self.recurrent else 0
         self.states = states or 0
+        self.lies = 0.0
+        """How often a hint is any number: it may be wrong in either direction."""
+        self.rng = random.Random()
         self.hints = Hints(4 * page, SEED, recurrent=self.recurrent)
         self.reset()
 
@@ -98,6 +101,8 @@ class ModelTree:
         return node
 
     def hint(self, prefix: Request) -> int:
+        if self.lies and self.rng.random() < self.lies:
+            return self.rng.randrange(prefix.length) // self.page_size * self.page_size
         hashes = chain(array("q", prefix.tokens), self.hints.block, SEED)
         return self.hints.boundary(hashes, prefix.max_boundary) // self.page_size * self.page_size
 

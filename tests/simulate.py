@@ -18,6 +18,7 @@ import random
 import sys
 import time
 from collections import deque
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,12 @@ class Simulation(Cluster):
         """How often a frame that is under way arrives twice."""
         self._loses = draw.choice((0.0,) * 9 + (0.01,))
         """How often one is lost, until the first one was."""
+        lies = draw.choice((0.0, 0.0, 0.0, 0.5))
+        for stage in self.stages:
+            stage.tree.lies, stage.tree.rng = lies, self.rng
         self._dies = draw.choice((0.0,) * 9 + (0.001,))
         """How likely it is that a stage dies now."""
-        self.lost = False
+        self.lost = self._beaten = False
         self.dead = -1
         """The stage that died, and when."""
         self._died = 0.0
@@ -135,6 +139,7 @@ class Simulation(Cluster):
                 if not self.lost:
                     self.check_quiet()
                     return step
+                assert not self._beaten, "rule 10: nobody has noticed that a frame was lost"
                 self._beat()
         raise AssertionError(f"rule 10: after {REST} steps it is not over")
 
@@ -150,20 +155,22 @@ class Simulation(Cluster):
     def _happen(self) -> None:
         """What comes from outside."""
         rng = self.rng
-        if self._arrivals and (self.moved < 0 or rng.random() < self._rate):
-            self.submit(*self._arrivals.pop(0))
-        if self._aborts and rng.random() < self._aborts and self.payloads:
-            seq = rng.choice(list(self.payloads))
-            if seq not in self.aborted:
-                self._note("abort of {}", seq)
-                self.abort(seq)
+        if not self.stands_still(0):
+            if self._arrivals and (self.moved < 0 or rng.random() < self._rate):
+                self.submit(*self._arrivals.pop(0))
+            if self._aborts and rng.random() < self._aborts and self.payloads:
+                seq = rng.choice(list(self.payloads))
+                if seq not in self.aborted:
+                    self._note("abort of {}", seq)
+                    self.abort(seq)
+            if self._controls_left and rng.random() < self._controls:
+                self._controls_left -= 1
+                self.controls.append(rng.choice((b"flush", b"flush", b"flush now", b"weights")))
+                self.settle()
         if self._evictions and rng.random() < self._evictions:
             stage = rng.choice(self.stages)
             if not stage.guard.taken:  # its own loop evicts, and nobody else
                 stage.tree.evict_some(rng)
-        if self._controls_left and rng.random() < self._controls:
-            self._controls_left -= 1
-            self.controls.append(rng.choice((b"flush", b"flush", b"flush now", b"weights")))
         if self._pauses_left and rng.random() < self._pauses:
             self._pauses_left -= 1
             rank, until = rng.randrange(len(self.stages)), self.now + rng.choice((10, 100, 300))
@@ -179,8 +186,7 @@ class Simulation(Cluster):
             channel.repeat(rng)
         if self._loses and not self.lost and rng.random() < self._loses and (channel := self._any_frames()):
             self._note("a frame is lost")
-            channel.lose(rng)
-            self.lost = True
+            self.lost = channel.lose(rng)
         if self._dies and self.dead < 0 and rng.random() < self._dies:
             self.dead, self._died = rng.randrange(len(self.stages)), self.now
             self._note("stage {} dies", self.dead)
@@ -194,7 +200,8 @@ class Simulation(Cluster):
         return self.rng.choice(channels) if channels else None
 
     def _beat(self) -> None:
-        """Everybody says that it lives."""
+        """Everybody says that it lives, which everybody hears before anything else happens."""
+        self._beaten = True
         for rank in range(1, len(self.stages)):
             self.to_member[rank].send(Beat(0, ""))
             self.bulk[rank].send(Beat(0, ""))
@@ -269,9 +276,11 @@ class Simulation(Cluster):
     def check_leader(self, stage: SimStage) -> None:
         """What the leader and a stage believe of each other."""
         epoch = stage.member.epoch
-        assert self.leader.epoch <= epoch <= self.leader.epoch + 1, f"4a: stage {stage.rank} is in epoch {epoch}"
+        assert self.leader.epoch <= epoch <= self.leader.epoch + 1, (
+            f"4a: stage {stage.rank} is in epoch {epoch}"
+        )
         assert self.sequencer.in_flight <= 2 * len(self.stages), "4a: too many waves in flight"
-        at_rest = self.leader._round is None and not self.to_member[stage.rank] and not stage.inbox
+        at_rest = self.leader._round is None and not self.to_member[stage.rank].frames and not stage.inbox
         if at_rest and not stage.busy and not self.mail and not self.stages[0].busy:
             ledger = stage.member.ledger
             for seq, until in self.leader._running.items():
@@ -285,7 +294,9 @@ class Simulation(Cluster):
         for stage in self.stages:
             assert stage.log.position <= log.position, f"stage {stage.rank} is ahead of the log"
             if stage.log.position:
-                assert stage.log.digest == self.position_digests[stage.log.position], "another log than stage 0's"
+                assert stage.log.digest == self.position_digests[stage.log.position], (
+                    "another log than stage 0's"
+                )
             for seq, tokens in stage.outputs.items():
                 known = self.stages[0].outputs.get(seq, tokens)
                 assert known == tokens, f"stage {stage.rank} has another output for request {seq}"
@@ -303,32 +314,54 @@ def find(bug: str, seeds: int) -> int | None:
     return None
 
 
+def _run(seed: int, bug: str | None) -> tuple[int, str]:
+    """The steps of a run, and what was wrong with it."""
+    with broken(bug) if bug else nullcontext():
+        try:
+            return Simulation(seed).finish(), ""
+        except AssertionError as failure:
+            return 0, str(failure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Simulate WavePP servers.")
-    parser.add_argument("--seeds", type=int, default=1000, help="how many, from --seed on")
+    parser.add_argument("--seeds", type=int, help="how many, from --seed on (default: 1000)")
     parser.add_argument("--seed", type=int, help="the first one; without --seeds the only one")
-    parser.add_argument("--trace", action="store_true", help="print all steps of the (last) run")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--trace", action="store_true", help="print all steps of the run of --seed")
     parser.add_argument("--break", dest="bug", metavar="BUG", help=f"one of: {', '.join(BUGS)}")
     args = parser.parse_args()
     if args.bug is not None and args.bug not in BUGS:
         parser.error(f"--break {args.bug!r} is not one of: {', '.join(BUGS)}")
+    if args.trace:
+        return _trace(args.seed or 0, args.bug)
     first = args.seed or 0
-    seeds = 1 if args.seed is not None and "--seeds" not in sys.argv else args.seeds
+    seeds = 1 if args.seed is not None and args.seeds is None else args.seeds or 1000
     began, steps = time.monotonic(), 0
-    with broken(args.bug) if args.bug else nullcontext():
-        for seed in range(first, first + seeds):
-            try:
-                simulation = Simulation(seed)
-                if args.trace:
-                    simulation.trace = deque()
-                steps += simulation.finish()
-            except AssertionError as failure:
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for done, failure in pool.map(
+            _run, range(first, first + seeds), [args.bug] * seeds, chunksize=min(100, -(-seeds // args.jobs))
+        ):
+            if failure:
+                pool.shutdown(wait=False, cancel_futures=True)
                 print(failure, file=sys.stderr)
                 return 1
-    if args.trace:
-        print(simulation.steps())
+            steps += done
     took = time.monotonic() - began
     print(f"{seeds} seeds, {steps} steps, {seeds / took * 60:.0f} seeds a minute: nothing found")
+    return 0
+
+
+def _trace(seed: int, bug: str | None) -> int:
+    simulation = Simulation(seed)
+    simulation.trace = deque()
+    with broken(bug) if bug else nullcontext():
+        try:
+            simulation.finish()
+        except AssertionError as failure:
+            print(failure, file=sys.stderr)
+            return 1
+    print(simulation.steps())
     return 0
 
 

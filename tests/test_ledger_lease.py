@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from model_tree import ModelTree, Request
 from hypothesis import given
 from hypothesis import strategies as st
+from model_tree import ModelTree, Request
 
 from sglang_wavepp.errors import LeaseError, LedgerError
 from sglang_wavepp.mpu.packing import Pending, pack

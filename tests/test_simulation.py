@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from simulate import BUGS, Simulation, find
+from simulate import BUGS, find
 
-SEEDS, TRIES = 300, 600
+SEEDS, TRIES = 2000, 2000
 """Runs without a bug (`python -m tests.simulate` makes more of them), and at most with each bug."""
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 100))
-def test_random_schedules_end_equal_on_every_stage(first: int) -> None:
-    for seed in range(first, first + 100):
-        Simulation(seed).finish()
+def test_random_schedules_end_equal_on_every_stage() -> None:
+    code, out, failure = _simulate("--seeds", str(SEEDS), "--jobs", str(os.cpu_count()))
+    assert code == 0 and "nothing found" in out, failure
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -27,7 +27,7 @@ def test_a_bug_is_seen(bug: str) -> None:
 
 def _simulate(*arguments: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "tests.simulate", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -40,7 +40,7 @@ def test_a_failure_is_replayed_by_its_seed() -> None:
     seed = last.split()[1].rstrip(":")
     assert _simulate("--break", bug, "--seed", seed) == (1, "", first)
     code, trace, _ = _simulate("--seed", seed, "--trace")
-    assert code == 0 and "log: Prefill" in trace and "nothing found" in trace
+    assert code == 0 and "log: Prefill" in trace
 
 
 def test_unknown_bugs_are_refused() -> None:
