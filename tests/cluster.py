@@ -302,7 +302,8 @@ class SimStage:
 class Cluster:
     """P stages, their network and stage 0's planner, stepped in random order.
 
-    pools: KV tokens of each stage. states: its recurrent slots, for a hybrid model.
+    pools: KV tokens of each stage. states: its recurrent slots, for a hybrid model. ahead: waves of prompt
+    tokens that may be committed before they are planned.
     """
 
     def __init__(
@@ -317,6 +318,7 @@ class Cluster:
         budget: int = 32,
         reserve: int = 8,
         interval: int = 0,
+        ahead: int = 2,
     ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
@@ -334,7 +336,7 @@ class Cluster:
             page=page,
             reserve=reserve,
             block=4 * page,
-            ahead=2 * budget,
+            ahead=ahead * budget,
             round_bound=1e9,
         )
         self.leader = Leader(limits, lambda: self.now)
@@ -468,6 +470,10 @@ class Cluster:
             actions.append((self._build_one, rank))
         return actions
 
+    def fails(self, rank: int) -> bool:
+        """Is a request not valid on this stage?"""
+        return False
+
     def is_slow(self, rank: int) -> bool:
         """Does this stage do something only if nobody else can, for now?"""
         return False
@@ -488,29 +494,46 @@ class Cluster:
         """Do frames from one stage to another one arrive at the moment?"""
         return True
 
-    def deliver(self) -> bool:
-        """Deliver one message, if there is any, and let the leader act on it."""
-        for deliver, channels in (
-            (self._deliver_to_member, self.to_member),
-            (self._deliver_offer, self.bulk),
-            (self._deliver_to_leader, self.to_leader),
-        ):
-            for rank, channel in enumerate(channels):
-                if channel.frames:
-                    deliver(rank)
-                    self.settle()
-                    return True
-        if self.mail:
-            self._read_mail(0)
+    def ready(self) -> None:
+        """Every stage gets its offers and has the requests ready, and stage 0 hears of it."""
+        for rank, stage in enumerate(self.stages):
+            while self.bulk[rank].frames:
+                self._deliver_offer(rank)
+            for seq in list(stage.building):
+                self.build(seq, rank)
+            while self.to_leader[rank].frames:
+                self._deliver_to_leader(rank)
+        self.settle()
+
+    def deliver_all(self) -> None:
+        """Deliver everything that is on its way and the answers, while the loops stand still."""
+        ways = (
+            (self.to_member, self._deliver_to_member),
+            (self.bulk, self._deliver_offer),
+            (self.to_leader, self._deliver_to_leader),
+        )
+        for _ in range(5000):
+            able = [
+                (deliver, rank)
+                for channels, deliver in ways
+                for rank, channel in enumerate(channels)
+                if channel.frames
+            ]
+            if not able:
+                return
+            deliver, rank = able[0]
+            deliver(rank)
             self.settle()
-            return True
-        return False
+        raise AssertionError("the rounds do not come to rest")
 
     def build(self, seq: int, rank: int) -> None:
-        """A request is ready on a stage."""
+        """A request is ready on a stage, or cannot be served there."""
         stage = self.stages[rank]
         del stage.building[seq]
-        stage.member.offered(seq, Request(seq, *self.payloads[seq]))
+        if self.fails(rank):
+            stage.member.failed(seq, "it is not valid here")
+        else:
+            stage.member.offered(seq, Request(seq, *self.payloads[seq]))
 
     def _build_one(self, rank: int) -> bool:
         self.build(self.rng.choice(list(self.stages[rank].building)), rank)

@@ -67,9 +67,10 @@ class Simulation(Cluster):
             states=[draw.randrange(2, 4 * rows) for _ in range(stages)] if hybrid else None,
             page=page,
             rows=rows,
-            budget=draw.choice((8, 32, 64)) * page,
+            budget=draw.choice((8, 8, 16) if hybrid else (8, 32, 64)) * page,
             reserve=draw.choice((1, 8, 8, 20)),
             interval=draw.choice((0, 0, 2)),
+            ahead=draw.choice((2, 2, 20)),
         )
         self.seed = seed
         self.trace: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=TRACED)
@@ -88,7 +89,10 @@ class Simulation(Cluster):
         """Until when nothing that is sent to or from each stage arrives."""
         words = draw.choice((2, 3, 50))
         base = tuple(draw.randrange(words) for _ in range(40))
-        self._arrivals = [self._prompt(draw, base, words, seq) for seq in range(draw.randrange(2, 11))]
+        self._arrivals: list[tuple[int, tuple[int, ...], int]] = []
+        for seq in range(draw.randrange(2, 11)):
+            self._arrivals.append(self._prompt(draw, base, words, seq))
+        self._fails = draw.choice((0.0, 0.0, 0.0, 0.02))
         self._rate = draw.choice((0.02, 0.1, 1.0))
         self._repeats = draw.choice((0.0, 0.0, 0.0, 0.01))
         """How often a frame that is under way arrives twice."""
@@ -112,6 +116,8 @@ class Simulation(Cluster):
         self, draw: random.Random, base: tuple[int, ...], words: int, seq: int
     ) -> tuple[int, tuple[int, ...], int]:
         tokens = base[: draw.randrange(1, 40)]
+        if self._arrivals and draw.random() < 0.3:  # the next turn of a session, whatever was said
+            tokens = draw.choice(self._arrivals)[1]
         tokens += tuple(draw.randrange(words) for _ in range(draw.randrange(1, 12)))
         return seq, tokens[: self.longest - 8], draw.randrange(1, draw.choice((4, 30)))
 
@@ -206,6 +212,9 @@ class Simulation(Cluster):
             self.to_member[rank].send(Beat(0, ""))
             self.bulk[rank].send(Beat(0, ""))
             self.to_leader[rank].send(Beat(0, ""))
+
+    def fails(self, rank: int) -> bool:
+        return self._fails > 0 and self.rng.random() < self._fails
 
     def is_slow(self, rank: int) -> bool:
         slow = self._slow[rank]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 
@@ -74,7 +73,7 @@ def test_a_committed_request_comes_back_for_a_longer_prefix() -> None:
     """The one ahead of it leaves its output in the tree, which the waiting one's prompt begins with."""
     readmitted = 0
     for seed in range(20):
-        cluster = Cluster(seed, stages=2, pools=[3000] * 2, rows=20, budget=BUDGET)
+        cluster = Cluster(seed, stages=2, pools=[3000] * 2, rows=20, budget=BUDGET, ahead=20)
         cluster.sample = lambda: 5
         cluster.submit(0, (1, 2, 3), 8)
         between = BUDGET * (6 + seed // 2)
@@ -92,8 +91,7 @@ def test_lower_ranks_go_first() -> None:
         cluster = Cluster(seed, stages=2, pools=[3000] * 2, rows=1, budget=BUDGET)
         for seq in range(6):
             cluster.submit(seq, tuple(range(seq * 100, seq * 100 + 50)), 3, rank=-(seq // 2))
-        for seq, rank in itertools.product(range(6), range(2)):
-            cluster.build(seq, rank)
+        cluster.ready()
         _rest(cluster)
         # Who came first is on its way before the others were heard of.
         assert sorted(cluster.order) == list(range(6))
@@ -122,24 +120,16 @@ def test_stages_that_lack_room_for_different_requests_are_left_alone() -> None:
     """The large pool refuses what is behind in the queue, the small one the head: only this one counts."""
     cluster = Cluster(1, stages=2, pools=[500, 300], rows=20, budget=400)
     cluster.submit(0, tuple(range(200)), 60)
-    _settle(cluster)
+    cluster.ready()
+    cluster.deliver_all()
     for seq in (1, 2):
         cluster.submit(seq, tuple(range(1000 * seq, 1000 * seq + 200)), 5)
     before = cluster.delivered
-    _settle(cluster)
+    cluster.ready()
+    cluster.deliver_all()
     assert cluster.delivered - before < 100
     _rest(cluster)
     assert set(cluster.stages[0].outputs) == {0, 1, 2}
-
-
-def _settle(cluster: Cluster) -> None:
-    """Deliver everything that is on its way, while the loops stand still."""
-    for seq, rank in list(cluster.offers):
-        cluster.build(seq, rank)
-    for _ in range(5000):
-        if not cluster.deliver():
-            return
-    raise AssertionError("the rounds do not come to rest")
 
 
 def test_running_requests_grow_while_the_queue_gives_everything_back() -> None:
@@ -181,7 +171,7 @@ def test_alike_caches_agree_in_one_hold_on_a_boundary_inside_a_block(
 
 
 def test_requests_behind_the_first_lease_no_more_than_their_share() -> None:
-    cached = tuple(range(40))
+    cached, seen = tuple(range(40)), 0
     for seed in range(20):
         cluster = Cluster(seed, stages=2, pools=[200, 300], budget=1000)
         for stage in cluster.stages:
@@ -192,4 +182,5 @@ def test_requests_behind_the_first_lease_no_more_than_their_share() -> None:
         while cluster.step():
             most = max(most, sum(a.candidate for a in cluster.leader._queue if a.until))
         cluster.check_quiet()
-        assert most == (1 + 200 * cluster.leader.LEASED_SHARE // len(cached)) * len(cached)
+        seen = max(seen, most)
+    assert seen == (1 + 200 * cluster.leader.LEASED_SHARE // len(cached)) * len(cached)
