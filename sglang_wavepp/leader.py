@@ -452,6 +452,8 @@ class Leader:
                 self.cancel(item.seq)
                 self.events.append(Rejected(item.seq, f"stage {rank}: {item.error}"))
                 continue
+            if not 0 <= item.boundary < a.length:
+                raise ProtocolError(f"stage {rank} hints {item.boundary} of {a.length} tokens of {item.seq}")
             a.hints[rank] = item.boundary
             if len(a.hints) < self.limits.stages:
                 continue
@@ -471,10 +473,9 @@ class Leader:
             return
         if isinstance(message, Nack):
             raise ProtocolError(f"stage {rank} is in epoch {message.epoch}, the leader in {self.epoch}")
-        answer: list[Any] = message.items
-        if len(answer) != len(r.holds) + len(r.grows):
-            raise ProtocolError(f"stage {rank} answered {len(answer)} items in round {r.number}")
-        r.answers[rank] = answer
+        if not self._fits(r, message):
+            raise ProtocolError(f"stage {rank} answered round {r.number} with {message}")
+        r.answers[rank] = message.items
         if len(r.answers) < self.limits.stages:
             return
         self._round = None
@@ -483,6 +484,15 @@ class Leader:
             self._end_growth(r, columns)
         else:
             self._end_hold(r, columns)
+
+    def _fits(self, r: _Round, message: Held | Grown) -> bool:
+        """Is this an answer to what was asked?"""
+        if isinstance(message, Grown):
+            return len(message.items) == len(r.grows)
+        return len(message.items) == len(r.holds) and all(
+            item.seq == a.seq and 0 <= item.boundary <= a.candidate
+            for item, a in zip(message.items, r.holds, strict=True)
+        )
 
     def _end_hold(self, r: _Round, columns: list[tuple[Any, ...]]) -> None:
         for a, column in zip(r.holds, columns, strict=True):
