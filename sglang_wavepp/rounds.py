@@ -292,18 +292,21 @@ class MemberPlane(_Plane):
 
     def join(self, mine: Hello, deadline: float) -> Welcome:
         """Handshake: introduce this stage and wait for stage 0's verdict. Raises `HandshakeError`."""
-        self._send(self.bulk, mine)
-        self._send(self.control, mine)
-        while (left := deadline - time.monotonic()) > 0:
-            if not self.control.poll(0, zmq.POLLOUT):
-                raise HandshakeError(f"stage 0 at {self._wire.where} broke off the handshake")
-            if self.control.poll(int(min(left, 0.5) * 1000)):
-                for message, _ in self.receive():
-                    if isinstance(message, Welcome):
-                        return message
-                    if isinstance(message, Refuse):
-                        raise HandshakeError(message.reason)
-        raise HandshakeError(f"stage 0 did not answer the handshake at {self._wire.where} in time")
+        try:
+            self._send(self.bulk, mine)
+            self._send(self.control, mine)
+            while (left := deadline - time.monotonic()) > 0:
+                if self.control.poll(int(min(left, 0.5) * 1000)):
+                    for message, _ in self.receive():
+                        if isinstance(message, Welcome):
+                            return message
+                        if isinstance(message, Refuse):
+                            raise HandshakeError(message.reason)
+                elif not self.control.poll(0, zmq.POLLOUT):
+                    raise ProtocolError("the connection is gone")
+        except ProtocolError:
+            raise HandshakeError(f"stage 0 at {self._wire.where} broke off the handshake") from None
+        raise HandshakeError(f"stage 0 at {self._wire.where} did not answer the handshake in time")
 
 
 def _compare(mine: Hello, hello: Hello, rank: int) -> None:
