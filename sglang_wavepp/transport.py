@@ -208,6 +208,8 @@ class TcpMember:
         self._public, self._secret = zmq.curve_keypair()
         self._leader = share(self._public)[0]
         self._endpoints = share(b"")[0].decode(errors="replace").split()
+        if len(self._endpoints) != len(NAMES):
+            raise HandshakeError("stage 0 did not say where it listens; is its WavePP another version?")
         self.where = " ".join(self._endpoints)
 
     def open(self, sockets: Sockets, refused: Callable[[], None]) -> None:

@@ -105,7 +105,6 @@ def test_a_shutdown_of_node_0_ends_both_in_order(model: Path, tmp_path: Path) ->
     with _nodes(model, tmp_path) as (first, second):
         assert len(_ask(first, 1)) == 16
         os.kill(first.pid, signal.SIGTERM)
-        assert [_end(node).partition(":")[0] for node in (first, second)] == [
-            "server ended with exit code 0"
-        ] * 2
+        for node in (first, second):
+            assert _end(node).startswith("server ended with exit code 0:")
         assert not _reasons(first) and not _reasons(second)
