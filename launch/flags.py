@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import ipaddress
 import math
 import os
 import sys
@@ -71,6 +72,19 @@ def directory(text: str) -> str:
     return text
 
 
+def interface(text: str) -> str:
+    """The IP address of one interface, or nothing; `argparse.ArgumentTypeError` otherwise."""
+    if not text:
+        return text
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an IP address, not {text!r}") from None
+    if address.is_unspecified or address.is_multicast:
+        raise argparse.ArgumentTypeError(f"must be the address of one interface, not {text}")
+    return text
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
     """How one field of `WavePPConfig` appears on the command line. No `parse` means a switch."""
@@ -123,6 +137,12 @@ OPTIONS: Mapping[str, Option] = {
         "Directory in which the stages' private socket directory is made; empty means the temporary one.",
         directory,
         "DIR",
+    ),
+    "bind": Option(
+        "IP address on which stage 0 listens for the other stages, encrypted and for them alone. Empty: the "
+        "host of --dist-init-addr with --nnodes 2 or more, and no network at all with one node.",
+        interface,
+        "ADDRESS",
     ),
 }
 """One entry for each field of `WavePPConfig`."""
@@ -227,7 +247,7 @@ def _checked(name: str, option: Option, value: Any) -> Any:
             raise ConfigError(f"{name} must be True or False, not {value!r}")
         return value
     wants: tuple[type, ...] = (int, float)
-    if option.parse in (directory, pool_tokens):
+    if option.parse in (directory, pool_tokens, interface):
         wants = (str, os.PathLike)
     if isinstance(value, bool) or not isinstance(value, wants):
         raise ConfigError(f"{name} has the wrong type: {value!r}")

@@ -221,8 +221,11 @@ def _wait_for_schedulers(
 
     infos = original(readers, processes)
     server_args = get_server_args()
-    without = [str(stage) for stage, info in enumerate(infos) if "wavepp" not in info]
-    if config_of(server_args) is not None and without:
+    if config_of(server_args) is None:
+        return infos
+    first = server_args.pp_size // server_args.nnodes * server_args.node_rank
+    without = [str(stage) for stage, info in enumerate(infos, first) if "wavepp" not in info]
+    if without:
         for process in processes:
             process.kill()
         error = HandshakeError(

@@ -62,7 +62,7 @@ ALLOWED = frozenset(
 
     device base_gpu_id gpu_id_step random_seed watchdog_timeout soft_watchdog_timeout
     custom_sigquit_handler numa_node gc_threshold nccl_port dist_init_addr dist_timeout enable_p2p_check
-    pp_size pp_max_micro_batch_size
+    nnodes node_rank pp_size pp_max_micro_batch_size
 
     mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size
     disable_chunked_prefix_cache
@@ -128,7 +128,6 @@ _ATTENTION_DP = "each step of attention DP is a collective of its own"
 _TENSOR = "each stage is one process so far, with one device"
 _CONTEXT = "context parallelism changes which tokens a stage holds"
 _EXPERTS = "expert parallelism needs several processes in a stage"
-_HOSTS = "the stages talk over sockets of one host so far"
 _RECURRENT = "recurrent layers reuse snapshots, not prefixes"
 _SLIDING = "sliding-window layers reuse less than the common prefix"
 _POOLS = "the pool holds more than a plain KV cache"
@@ -158,7 +157,6 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     _TENSOR: _names("tp_size moe_dense_tp_size enable_layernorm_sp enable_megamoe_for_layernorm_sp"),
     _CONTEXT: _names("attn_cp_size dcp_* *prefill_cp cp_strategy *_kv_cache_sharding *_layer_split *_cp_*"),
     _EXPERTS: _names("ep_* *elastic* *eplb* *expert_backup moe_dp_size *_a2a_* dwdp_size max_ep_size"),
-    _HOSTS: _names("nnodes node_rank"),
     "--wavepp-run-ahead takes its place": _names("pp_async_batch_depth"),
     _PLANNED: _names(
         "enable_mixed_chunk enable_dynamic_chunking prefill_max_requests "
@@ -222,12 +220,35 @@ def check_given(server_args: Any) -> None:
             f"--wavepp-pool-tokens has to name the pool of each stage: it names {len(pools)}, and --pp-size "
             f"is {server_args.pp_size}"
         )
+    _check_nodes(server_args)
     if str(server_args.model_path).lower() in ("none", "dummy"):
         # SGLang resolves nothing for these, so the second look would never come.
         raise ConfigError(f"WavePP does not support --model-path {server_args.model_path}: it names no model")
     _refuse(
         [(name, value) for name, value in _changed(server_args, server_args) if not _allowed(name, value)]
     )
+
+
+def _check_nodes(server_args: Any) -> None:
+    from sglang.srt.utils.network import NetworkAddress
+
+    nodes = server_args.nnodes
+    if nodes == 1:
+        return
+    if server_args.pp_size % nodes:
+        raise ConfigError(
+            f"--pp-size {server_args.pp_size} is not a multiple of --nnodes {nodes}: WavePP needs as many "
+            "stages on each node"
+        )
+    if not server_args.dist_init_addr:
+        raise ConfigError(
+            f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that every node can "
+            "reach"
+        )
+    try:
+        NetworkAddress.parse(server_args.dist_init_addr)
+    except ValueError as error:
+        raise ConfigError(f"--dist-init-addr has to be HOST:PORT: {error}") from None
 
 
 def check_resolved(server_args: Any) -> None:

@@ -36,6 +36,9 @@ class WavePPConfig:
     """Directory to which each stage writes the decisions that it applied; empty means nowhere."""
     socket_dir: str = ""
     """Parent directory of the private socket directory; empty means the system's temporary one."""
+    bind: str = ""
+    """Address on which stage 0 listens for the other stages, encrypted; empty means sockets of the host where
+    that is enough, and else the address of `--dist-init-addr`."""
 
     @property
     def own_pools(self) -> bool:
@@ -48,8 +51,12 @@ class WavePPConfig:
         return tuple(map(int, self.pool_tokens.split(","))) if listed else ()
 
     def digest(self) -> str:
-        """Hex digest of all options: equal on two stages only if they were given the same."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """Hex digest of the options: equal on two stages only if they were given the same.
+
+        What concerns a host alone may differ: its directories and interfaces.
+        """
+        common = dataclasses.replace(self, decision_log="", socket_dir="", bind="")
+        text = json.dumps(dataclasses.asdict(common), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

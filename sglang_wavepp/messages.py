@@ -30,6 +30,8 @@ class Hello(Message, frozen=True):
 
     rank: int
     pid: int
+    host: str
+    """Equal on two stages only if a pid means the same process on both."""
     identity: dict[str, str]
     """Must be equal on every stage: versions, hook set, configuration digest, page and block size."""
     capacity: dict[str, int]
@@ -40,11 +42,14 @@ class Welcome(Message, frozen=True):
     """Stage 0's answer when all stages agree."""
 
     pids: list[int]
+    hosts: list[str]
     capacity: dict[str, int]
     pools: list[int]
     """KV tokens of each stage."""
     seed: int
     """Of the prompt hashes: drawn for this server, so that nobody outside can make two prompts collide."""
+    instance: str
+    """Name of this server, for files that the stages write."""
 
 
 class Refuse(Message, frozen=True):
@@ -218,10 +223,14 @@ class ControlDone(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """A member lives. `doing` says what its loop is at, `applied` how far it is in the log."""
+    """A stage lives. `doing` says what its loop is at, `applied` how far it is in the log.
+
+    `taken` is the number of offers that a member has received so far.
+    """
 
     applied: int
     doing: str
+    taken: int = 0
 
 
 # --- decisions -------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
 """The rounds plane: ZeroMQ sockets between the WAVE threads, a star around stage 0.
 
 Two sockets a stage, so that a megabyte prompt delays no decision: `control` for everything small and
-`bulk` for request payloads. ROUTER on stage 0, DEALER on members, `ipc://` in a directory that only this
-user can enter. A frame that does not decode or comes from an unknown peer is counted and dropped with a
-rate-limited warning; however many there are, they keep nobody from the frames that count.
+`bulk` for request payloads. ROUTER on stage 0, DEALER on members; `transport` says how they find each other.
+A frame that does not decode or comes from an unknown peer is counted and dropped with a rate-limited
+warning; however many there are, they keep nobody from the frames that count.
+
+What waits for a member that does not read is bounded, though the sockets' queues are not: payloads by
+`UNTAKEN_BYTES`, after which stage 0 reads no further requests (`LeaderPlane.crowded`); decisions, since waves
+wait for the last stage's acknowledgements and admissions for the answers of all; and the whole by the time
+limits on a silent or stuck stage, which end the server.
 
 The handshake runs in the main thread before the WAVE thread starts; the sockets then belong to the latter.
 """
@@ -12,19 +17,17 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import stat
-import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from sglang_wavepp.errors import HandshakeError, ProtocolError
 from sglang_wavepp.messages import (
+    Beat,
     Hello,
     Message,
     Offer,
@@ -34,6 +37,7 @@ from sglang_wavepp.messages import (
     decode_from_member,
     encode,
 )
+from sglang_wavepp.transport import NAMES, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -44,74 +48,69 @@ _COPY_BELOW = 65536
 """Bytes; larger bulk is sent from where it lies."""
 _FRAMES_AT_A_TIME = 1000
 """Frames of members, or of strangers, taken in one go."""
-
-
-def make_socket_dir(parent: str, name: str) -> Path:
-    """Stage 0: make the server's socket directory, mode 0700. Raises `HandshakeError` if it exists."""
-    path = Path(parent or tempfile.gettempdir()) / name
-    try:
-        path.mkdir(mode=0o700)
-    except OSError as error:
-        raise HandshakeError(f"cannot make the socket directory {path}: {error.strerror}") from None
-    return path
-
-
-def find_socket_dir(parent: str, name: str, deadline: float) -> Path:
-    """Members: wait for stage 0's directory and check that it is ours alone. Raises `HandshakeError`."""
-    path = Path(parent or tempfile.gettempdir()) / name
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise HandshakeError(f"stage 0 did not make its socket directory {path} in time")
-        time.sleep(0.02)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise HandshakeError(f"{path} is not a private directory of this user")
-    return path
+UNTAKEN_BYTES = 128 << 20
+"""Request payloads that may wait for one member. Where they are copied at all, each member has its copy."""
 
 
 class _Plane:
     """What both ends share: a pair of sockets and the counting of bad frames."""
 
-    def __init__(self, directory: Path, kind: int) -> None:
-        self.directory = directory
+    def __init__(self, wire: Wire, kind: int, **options: int | bytes) -> None:
         self.dropped = 0
-        """Frames dropped because they did not decode or came from an unknown peer."""
+        """Frames dropped because they did not decode or came from an unknown peer, and peers turned away."""
+        self._dropping = threading.Lock()
         self._warned = 0.0
+        self._wire = wire
         self._context = zmq.Context(1)
         self.control = self._context.socket(kind)
         self.bulk = self._context.socket(kind)
         for socket in (self.control, self.bulk):
             socket.set_hwm(0)
             socket.linger = 1000
+            for name, value in options.items():
+                setattr(socket, name, value)
+        try:
+            wire.open(dict(zip(NAMES, (self.control, self.bulk), strict=True)), self._turned_away)
+        except BaseException:
+            self.close()
+            raise
 
-    def _address(self, name: str) -> str:
-        return f"ipc://{self.directory / name}"
+    def _turned_away(self) -> None:
+        self._drop("a peer", "its key is not one of this server")
 
     def _drop(self, peer: object, why: object) -> None:
-        self.dropped += 1
-        now = time.monotonic()
-        if now - self._warned > _WARN_EVERY_S:
-            self._warned = now
-            logger.warning("rounds plane: dropped a frame of %s: %s (%d so far)", peer, why, self.dropped)
+        with self._dropping:
+            self.dropped += 1
+            now = time.monotonic()
+            if now - self._warned > _WARN_EVERY_S:
+                self._warned = now
+                logger.warning("rounds plane: dropped a frame of %s: %s (%d so far)", peer, why, self.dropped)
 
     def close(self) -> None:
         """Close the sockets after sending what is queued, for at most a second."""
         self.control.close()
         self.bulk.close()
+        self._wire.seal()
         self._context.term()
 
 
 class LeaderPlane(_Plane):
     """Stage 0's end. Peers are known by the identity `stage-<rank>`."""
 
-    def __init__(self, directory: Path, stages: int) -> None:
-        super().__init__(directory, zmq.ROUTER)
+    def __init__(self, wire: Wire, stages: int) -> None:
+        super().__init__(wire, zmq.ROUTER, router_mandatory=1)
         self._ranks = {f"stage-{rank}".encode(): rank for rank in range(1, stages)}
         self._identities = {rank: identity for identity, rank in self._ranks.items()}
         self._overheard: deque[tuple[int, Message]] = deque()
-        for socket, name in ((self.control, "control"), (self.bulk, "bulk")):
-            socket.router_mandatory = 1
-            socket.bind(self._address(name))
+        self._untaken: dict[int, deque[int]] = {rank: deque() for rank in self._identities}
+        """Bytes of each payload that a member has not taken yet, as far as it has told."""
+        self._untaken_bytes = dict.fromkeys(self._identities, 0)
+        self._taken = dict.fromkeys(self._identities, 0)
+
+    @property
+    def crowded(self) -> bool:
+        """Do so many payloads wait for a member that there should not be more?"""
+        return any(size > UNTAKEN_BYTES for size in self._untaken_bytes.values())
 
     def send(self, rank: int | None, message: Message, *bulk: bytes) -> None:
         """Send to one member, or to all; with `bulk`, two frames that follow it, on the bulk socket.
@@ -125,8 +124,10 @@ class LeaderPlane(_Plane):
                 if not bulk:
                     self.control.send_multipart((identity, frame), copy=True)
                 else:
-                    copy = sum(map(len, bulk)) < _COPY_BELOW
-                    self.bulk.send_multipart((identity, frame, *bulk), copy=copy)
+                    size = sum(map(len, bulk))
+                    self.bulk.send_multipart((identity, frame, *bulk), copy=size < _COPY_BELOW)
+                    self._untaken[target].append(size)
+                    self._untaken_bytes[target] += size
             except zmq.ZMQError as error:
                 raise ProtocolError(
                     f"stage {target} cannot be reached on the rounds plane: {error}"
@@ -147,26 +148,42 @@ class LeaderPlane(_Plane):
             yield rank
 
     def _receive(self, socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Message]]:
+        users = self._wire.users
         for _ in range(_FRAMES_AT_A_TIME):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if users:
+                    parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    user = parts[-1].get("User-Id")
+                    frames = [part.bytes for part in parts]
+                else:
+                    frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             rank = self._ranks.get(frames[0])
             try:
                 if rank is None or len(frames) != 2:
                     raise msgspec.DecodeError(f"{len(frames)} frames")
+                if users and user != users[rank]:
+                    raise msgspec.DecodeError("its key is another stage's")
                 message = decode_from_member(frames[1])
             except msgspec.DecodeError as error:
                 self._drop(frames[0][:32], error)
                 continue
+            if isinstance(message, Beat):
+                self._has_taken(rank, message.taken)
             yield rank, message
 
-    def gather(self, mine: Hello, deadline: float, seed: int) -> Welcome:
+    def _has_taken(self, rank: int, count: int) -> None:
+        sizes = self._untaken[rank]
+        while sizes and self._taken[rank] < count:
+            self._untaken_bytes[rank] -= sizes.popleft()
+            self._taken[rank] += 1
+
+    def gather(self, mine: Hello, deadline: float, seed: int, instance: str) -> Welcome:
         """Handshake: wait for all members, compare, agree on the smallest capacity, answer.
 
-        All get `seed`. `deadline` is in `time.monotonic` seconds. Raises `HandshakeError` after telling the
-        members why. Once every member is connected the directory is not needed any more, and goes.
+        All get `seed` and `instance`. `deadline` is in `time.monotonic` seconds. Raises `HandshakeError`
+        after telling the members why. Once every member is connected nobody else can connect.
         """
         hellos = {0: mine}
         connected = {0}
@@ -179,8 +196,9 @@ class LeaderPlane(_Plane):
                 if left <= 0:
                     missing = [r for r in self._identities if r not in hellos]
                     raise HandshakeError(
-                        f"stage {', '.join(map(str, missing))} did not come to the handshake in time; "
-                        "does every stage load the same WavePP?"
+                        f"stage {', '.join(map(str, missing))} did not come to the handshake at "
+                        f"{self._wire.where} in time; does every stage load the same WavePP, and can it "
+                        "reach this?"
                     )
                 poller.poll(int(min(left, 0.5) * 1000))
                 connected.update(rank for rank, _ in self._receive(self.bulk))
@@ -195,31 +213,46 @@ class LeaderPlane(_Plane):
                     self.send(rank, Refuse(str(error)))
             raise
         capacity = {k: min(h.capacity[k] for h in hellos.values()) for k in mine.capacity}
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._wire.seal()
         ordered = [hellos[rank] for rank in sorted(hellos)]
         pools = [h.capacity["kv_tokens"] for h in ordered]
-        welcome = Welcome([h.pid for h in ordered], capacity, pools, seed)
+        welcome = Welcome(
+            [h.pid for h in ordered], [h.host for h in ordered], capacity, pools, seed, instance
+        )
         self.send(None, welcome)
         return welcome
-
-    def close(self) -> None:
-        super().close()
-        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class MemberPlane(_Plane):
     """A member's end."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
-        super().__init__(directory, zmq.DEALER)
+    def __init__(self, wire: Wire, rank: int) -> None:
+        super().__init__(wire, zmq.DEALER, routing_id=f"stage-{rank}".encode())
         self._overheard: deque[tuple[Message, list[bytes]]] = deque()
-        for socket, name in ((self.control, "control"), (self.bulk, "bulk")):
-            socket.setsockopt(zmq.IDENTITY, f"stage-{rank}".encode())
-            socket.connect(self._address(name))
+        self._taken = 0
+        """Payloads received so far."""
+        self._untold = 0
+        """Bytes of those that stage 0 was not told about."""
 
     def send(self, message: Message) -> None:
-        """Send to stage 0. Never blocks."""
-        self.control.send(encode(message), zmq.NOBLOCK)
+        """Send to stage 0. Never blocks. Raises `ProtocolError` if it is gone."""
+        self._send(self.control, message)
+
+    def beat(self, applied: int, doing: str) -> None:
+        """Tell stage 0 that this stage lives, and what it has taken."""
+        self._untold = 0
+        self.send(Beat(applied, doing, self._taken))
+
+    @property
+    def beat_due(self) -> bool:
+        """Has so much been taken that stage 0 should hear of it before the next heartbeat?"""
+        return self._untold > UNTAKEN_BYTES // 8
+
+    def _send(self, socket: zmq.Socket[bytes], message: Message) -> None:
+        try:
+            socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise ProtocolError("stage 0 cannot be reached on the rounds plane") from None
 
     def receive(self) -> Iterator[tuple[Message, list[bytes]]]:
         """Messages that are there now, with the two frames that follow if they came on the bulk socket.
@@ -243,6 +276,9 @@ class MemberPlane(_Plane):
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            if socket is self.bulk:
+                self._taken += 1
+                self._untold += sum(map(len, frames))
             try:
                 if len(frames) != (3 if socket is self.bulk else 1):
                     raise msgspec.DecodeError(f"{len(frames)} frames")
@@ -256,16 +292,21 @@ class MemberPlane(_Plane):
 
     def join(self, mine: Hello, deadline: float) -> Welcome:
         """Handshake: introduce this stage and wait for stage 0's verdict. Raises `HandshakeError`."""
-        self.bulk.send(encode(mine))
-        self.send(mine)
-        while (left := deadline - time.monotonic()) > 0:
-            if self.control.poll(int(min(left, 0.5) * 1000)):
-                for message, _ in self.receive():
-                    if isinstance(message, Welcome):
-                        return message
-                    if isinstance(message, Refuse):
-                        raise HandshakeError(message.reason)
-        raise HandshakeError("stage 0 did not answer the handshake in time")
+        try:
+            self._send(self.bulk, mine)
+            self._send(self.control, mine)
+            while (left := deadline - time.monotonic()) > 0:
+                if self.control.poll(int(min(left, 0.5) * 1000)):
+                    for message, _ in self.receive():
+                        if isinstance(message, Welcome):
+                            return message
+                        if isinstance(message, Refuse):
+                            raise HandshakeError(message.reason)
+                elif not self.control.poll(0, zmq.POLLOUT):
+                    raise ProtocolError("the connection is gone")
+        except ProtocolError:
+            raise HandshakeError(f"stage 0 at {self._wire.where} broke off the handshake") from None
+        raise HandshakeError(f"stage 0 at {self._wire.where} did not answer the handshake in time")
 
 
 def _compare(mine: Hello, hello: Hello, rank: int) -> None:

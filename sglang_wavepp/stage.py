@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.runtime_context import get_context, get_parallel, get_schedule
+from sglang.srt.utils.network import NetworkAddress
 
 from sglang_wavepp import __version__
 from sglang_wavepp.config import WavePPConfig
 from sglang_wavepp.errors import HandshakeError, WavePPError
+from sglang_wavepp.exchange import share_over
 from sglang_wavepp.hooks import hook_digest
 from sglang_wavepp.intake import Intake
 from sglang_wavepp.leader import Leader, Limits
@@ -27,10 +29,11 @@ from sglang_wavepp.member import Member
 from sglang_wavepp.messages import Hello, Message
 from sglang_wavepp.radix.tree import SGLangTree, WaveRadixCache
 from sglang_wavepp.record import Header, Recorder
-from sglang_wavepp.rounds import LeaderPlane, MemberPlane, find_socket_dir, make_socket_dir
+from sglang_wavepp.rounds import LeaderPlane, MemberPlane
 from sglang_wavepp.sequencer import Sequencer
 from sglang_wavepp.stats import Stats
-from sglang_wavepp.watch import end_server
+from sglang_wavepp.transport import IpcLeader, IpcMember, TcpLeader, TcpMember
+from sglang_wavepp.watch import end_server, host_id
 from sglang_wavepp.wave import MemberWave
 from sglang_wavepp.wave_leader import LeaderWave
 
@@ -82,8 +85,9 @@ class Stage:
             # The WAVE thread goes on: others hear from this stage to the last, and do not take it for silent.
             reason = str(error)
             if not isinstance(error, WavePPError):
-                # A receive fails when its peer dies, and a moment before that is seen.
-                gone = self.wave.watch.gone(within=1.0)
+                # A receive fails when its peer dies, and a moment before that is seen. Of a peer on another
+                # host the WAVE thread learns with its next heartbeat, and ends the server meanwhile.
+                gone = self.wave.watch.gone(within=2.0)
                 if gone is None:
                     logger.exception("Loop of stage %d failed", self.rank)
                 reason = (
@@ -97,7 +101,7 @@ class Stage:
         """Where applied decisions are written. Raises `HandshakeError` if the file cannot be made."""
         if not self.config.decision_log:
             return None
-        name = f"wavepp-{self.scheduler.wavepp_instance}-stage-{self.rank}.log"
+        name = f"wavepp-{self._instance}-stage-{self.rank}.log"
         try:
             return Recorder(
                 Path(self.config.decision_log) / name, Header(__version__, self.rank, self.stages)
@@ -133,16 +137,27 @@ class Stage:
 
     def _connect(self) -> None:
         s, config = self.scheduler, self.config
-        hello = Hello(self.rank, os.getpid(), self._identity(), self._capacity())
+        hello = Hello(self.rank, os.getpid(), host_id(), self._identity(), self._capacity())
         deadline = time.monotonic() + config.handshake_timeout
-        name = f"wavepp-{s.wavepp_instance}"
+        address = self._address()
+        share = share_over(s.pp_group.cpu_group, deadline)
         plane: LeaderPlane | MemberPlane
         if self.rank == 0:
-            plane = LeaderPlane(make_socket_dir(config.socket_dir, name), self.stages)
-            welcome = plane.gather(hello, deadline, secrets.randbits(64))
+            leads = TcpLeader(address, share) if address else IpcLeader(config.socket_dir, s.wavepp_instance)
+            plane = LeaderPlane(leads, self.stages)
+            welcome = plane.gather(hello, deadline, secrets.randbits(64), s.wavepp_instance)
         else:
-            plane = MemberPlane(find_socket_dir(config.socket_dir, name, deadline), self.rank)
+            follows = (
+                TcpMember(share) if address else IpcMember(config.socket_dir, s.wavepp_instance, deadline)
+            )
+            plane = MemberPlane(follows, self.rank)
             welcome = plane.join(hello, deadline)
+        peers = {
+            rank: pid if host == hello.host else None
+            for rank, (pid, host) in enumerate(zip(welcome.pids, welcome.hosts, strict=True))
+            if (rank == 0) != (self.rank == 0)
+        }
+        self._instance = welcome.instance
         agreed = welcome.capacity
         s.max_req_len = agreed["max_req_len"]
         s.max_running_requests = agreed["running"]
@@ -165,7 +180,7 @@ class Stage:
         self.wave: LeaderWave | MemberWave
         if isinstance(plane, MemberPlane):
             self.loop = MemberLoop(self)
-            self.wave = MemberWave(self, plane, {0: welcome.pids[0]})
+            self.wave = MemberWave(self, plane, peers)
             return
         schedule = get_schedule()
         budget = s.chunked_prefill_size if (s.chunked_prefill_size or 0) > 0 else s.max_prefill_tokens
@@ -193,7 +208,7 @@ class Stage:
             interval_rows=schedule.prefill_decode_interval_min_bs,
         )
         self.loop = LeaderLoop(self, sequencer)
-        self.wave = LeaderWave(self, plane, {r: pid for r, pid in enumerate(welcome.pids) if r}, leader)
+        self.wave = LeaderWave(self, plane, peers, leader)
         logger.info(
             "WavePP %s: %d stages agreed; %d KV tokens, %d running requests, %d tokens a prefill wave, "
             "%d waves ahead",
@@ -204,6 +219,13 @@ class Stage:
             budget,
             self.run_ahead,
         )
+
+    def _address(self) -> str:
+        """Where stage 0 listens for stages on other hosts; empty if there are none."""
+        parallel = get_parallel()
+        if self.config.bind or parallel.nnodes == 1:
+            return self.config.bind
+        return str(NetworkAddress.parse(parallel.dist_init_addr).host)
 
     def _agree_on_batch_size(self, size: int) -> None:
         """The requests of one microbatch; SGLang derives them from the pool of the stage."""

@@ -6,12 +6,14 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import secrets
 import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from sglang_wavepp.errors import HandshakeError
@@ -90,11 +92,20 @@ def _main_process() -> int:
     return started_by.pid
 
 
+def host_id() -> str:
+    """Equal for two processes only if a pid means the same process to both: one kernel, one pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return secrets.token_hex()
+
+
 class PeerWatch:
     """Notices at once when another stage's process on this host, or SGLang's main process, ends somehow.
 
     Args:
-        pids: the stages to watch.
+        pids: the stages on this host.
 
     Raises `HandshakeError` if one of the processes has ended already.
     """

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,8 @@ from sglang_wavepp.errors import ProtocolError, WavePPError
 from sglang_wavepp.messages import (
     Beat,
     Forget,
+    Hint,
+    HintItem,
     Log,
     Message,
     Offer,
@@ -50,13 +53,16 @@ def digest_of(payload: bytes, chain: bytes) -> int:
 
 
 class Wave:
-    """What both kinds share: the thread, its poller, heartbeats and the watch over the own loop."""
+    """What both kinds share: the thread, its poller, heartbeats and the watch over the own loop.
 
-    def __init__(self, stage: Any, plane: LeaderPlane | MemberPlane, peers: dict[int, int]) -> None:
+    `peers` are the stages that this one hears from, with the pid of those on this host.
+    """
+
+    def __init__(self, stage: Any, plane: LeaderPlane | MemberPlane, peers: dict[int, int | None]) -> None:
         self.stage = stage
         self.mail = Mailbox()
         self._plane = plane
-        self.watch = PeerWatch(peers)
+        self.watch = PeerWatch({rank: pid for rank, pid in peers.items() if pid is not None})
         self._seen = dict.fromkeys(peers, time.monotonic())
         self._said = dict.fromkeys(peers, "")
         self._stop = False
@@ -195,8 +201,9 @@ class MemberWave(Wave):
 
     _plane: MemberPlane
 
-    def __init__(self, stage: Any, plane: MemberPlane, peers: dict[int, int]) -> None:
+    def __init__(self, stage: Any, plane: MemberPlane, peers: dict[int, int | None]) -> None:
         super().__init__(stage, plane, peers)
+        self._outbox: deque[Message] = deque()
         self._building: dict[int, tuple[int, array[int]]] = {}
         """Digest and prompt hashes of requests that are being built."""
 
@@ -204,13 +211,33 @@ class MemberWave(Wave):
 
     def send(self, message: Message) -> None:
         """Send to stage 0."""
-        self.mail.post(partial(self._plane.send, message))
+        self._outbox.append(message)
+        self.mail.post(self._flush)
 
     # --- the thread --------------------------------------------------------------------------
 
     def _beat(self) -> None:
         loop = self.stage.loop
-        self._plane.send(Beat(loop.log.position, loop.progress.doing))
+        self._plane.beat(loop.log.position, loop.progress.doing)
+
+    def _flush(self) -> None:
+        """Send what has come together; hints in a row in one frame."""
+        while self._outbox:
+            message = self._outbox.popleft()
+            if isinstance(message, Hint):
+                items = list(message.items)
+                while (more := self._next_hints(message.epoch)) is not None:
+                    items += more
+                message = Hint(message.epoch, items)
+            self._plane.send(message)
+
+    def _next_hints(self, epoch: int) -> list[HintItem] | None:
+        """Take the hints that are next in the outbox, if they are of this epoch."""
+        following = self._outbox[0] if self._outbox else None
+        if not isinstance(following, Hint) or following.epoch != epoch:
+            return None
+        self._outbox.popleft()
+        return following.items
 
     def _turn(self) -> None:
         for message, bulk in self._plane.receive():
@@ -225,6 +252,8 @@ class MemberWave(Wave):
                         self.stage.intake.cancel(seq)
                         self._building.pop(seq, None)
                 self.stage.member.on_message(message)
+        if self._plane.beat_due:
+            self._beat()
         self._compiled()
 
     def _offer(self, offer: Offer, payload: bytes, chain: bytes) -> None:

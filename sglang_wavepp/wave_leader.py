@@ -63,7 +63,7 @@ class LeaderWave(Wave):
 
     _plane: LeaderPlane
 
-    def __init__(self, stage: Any, plane: LeaderPlane, peers: dict[int, int], leader: Leader) -> None:
+    def __init__(self, stage: Any, plane: LeaderPlane, peers: dict[int, int | None], leader: Leader) -> None:
         super().__init__(stage, plane, peers)
         self.leader = leader
         self.answers: deque[Message] = deque()
@@ -133,8 +133,14 @@ class LeaderWave(Wave):
     # --- the thread --------------------------------------------------------------------------
 
     def _register(self, poller: zmq.Poller) -> None:
+        self._poller = poller
+        self._read_requests(True)
+
+    def _read_requests(self, reading: bool) -> None:
+        """Sleep on SGLang's sockets or not: they keep the requests that a slow stage leaves no room for."""
+        self._reading = reading
         for socket in self._sockets:
-            poller.register(socket, zmq.POLLIN)
+            self._poller.register(socket, zmq.POLLIN if reading else 0)
 
     def _beat(self) -> None:
         self._plane.send(None, Beat(self.stage.loop.log.position, self.stage.loop.progress.doing))
@@ -163,11 +169,15 @@ class LeaderWave(Wave):
             self._on_member(rank, message)
         for socket in self._sockets:
             for _ in range(BULK_AT_A_TIME):
+                if self._plane.crowded:
+                    break
                 try:
                     request = sock_recv(socket, zmq.NOBLOCK)
                 except zmq.Again:
                     break
                 self._on_request(request)
+        if self._reading == self._plane.crowded:
+            self._read_requests(not self._reading)
         self._compiled()
         if self.stage.intake.displaced:
             self._displace()

@@ -27,7 +27,8 @@ from conftest import eventually, start, statistics
 from sglang_wavepp.launch.server import Server, ServerError
 from sglang_wavepp.leader import Leader, Limits
 from sglang_wavepp.messages import Beat
-from sglang_wavepp.rounds import LeaderPlane, MemberPlane, make_socket_dir
+from sglang_wavepp.rounds import LeaderPlane, MemberPlane
+from sglang_wavepp.transport import IpcLeader, IpcMember
 
 BOUND = 60.0
 """Seconds that any wait here may take before the test fails."""
@@ -413,8 +414,8 @@ class Watched:
 
         self.reason: Future[str] = Future()
         self.peer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        leader = LeaderPlane(make_socket_dir(str(tmp_path), "plane"), 2)
-        member = MemberPlane(leader.directory, 1)
+        leader = LeaderPlane(IpcLeader(str(tmp_path), "plane"), 2)
+        member = MemberPlane(IpcMember(str(tmp_path), "plane", time.monotonic() + BOUND), 1)
         member.send(Beat(0, ""))
         assert leader.control.poll(BOUND * 1000)
         self.progress = Progress()

@@ -34,6 +34,7 @@ OTHER: dict[str, Any] = {
     "allow_untested_sglang": True,
     "decision_log": "/tmp",
     "socket_dir": "/tmp",
+    "bind": "127.0.0.2",
 }
 """A value for each option that is not its default."""
 
@@ -115,6 +116,8 @@ def test_a_yaml_file_may_hold_them_and_the_command_line_wins(tmp_path: Path) -> 
         ("handshake_timeout", "soon", "must be a number of seconds, not 'soon'"),
         ("socket_dir", "/no/such/dir", "'/no/such/dir' is not a directory that can be written to"),
         ("decision_log", "/no/such/dir", "'/no/such/dir' is not a directory that can be written to"),
+        ("bind", "localhost", "must be an IP address, not 'localhost'"),
+        ("bind", "0.0.0.0", "must be the address of one interface, not 0.0.0.0"),
     ],
 )
 def test_a_bad_value_is_one_clear_line(
@@ -246,7 +249,7 @@ def test_a_server_whose_scheduler_lacks_wavepp_does_not_start(
     from sglang.srt import runtime_context
 
     infos = [{"status": "ready", "wavepp": {}}, {"status": "ready"}]
-    record = SimpleNamespace()
+    record = SimpleNamespace(pp_size=4, nnodes=2, node_rank=1)
     killed: list[int] = []
     processes = [SimpleNamespace(kill=lambda i=i: killed.append(i)) for i in range(2)]
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: record)
@@ -256,7 +259,7 @@ def test_a_server_whose_scheduler_lacks_wavepp_does_not_start(
 
     assert wait() is infos, "without --wavepp nobody asks"
     record._wavepp = {"wavepp": True, "from_command_line": from_command_line}
-    text = "the server does not start: WavePP was not loaded in the scheduler of stage 1"
+    text = "the server does not start: WavePP was not loaded in the scheduler of stage 3"
     if from_command_line:
         with pytest.raises(SystemExit) as ended:
             wait()
@@ -282,7 +285,8 @@ def test_the_guard_is_on_what_the_engine_calls(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ZeroDivisionError):
         monkeypatch.setattr(flags, "fail", lambda *args, **kwargs: 1 / 0)
         monkeypatch.setattr(plugin, "config_of", lambda record: WavePPConfig())
-        monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: None)
+        record = SimpleNamespace(pp_size=2, nnodes=1, node_rank=0)
+        monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: record)
         reader = SimpleNamespace(poll=lambda timeout: True, recv=lambda: {"status": "ready"})
         engine._wait_for_scheduler_ready([reader], [SimpleNamespace(kill=lambda: None)])
 

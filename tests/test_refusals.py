@@ -314,7 +314,7 @@ MATRIX = """
     --radix-eviction-policy lfu
     --strip-thinking-cache
     --kv-canary log
-    # tensor, expert and context parallelism, several hosts
+    # tensor, expert and context parallelism
     --tp-size 2
     --ep-size 2
     --moe-a2a-backend deepep
@@ -324,7 +324,6 @@ MATRIX = """
     --dcp-size 2
     --enable-prefill-cp
     --enable-kv-cache-sharding
-    --nnodes 2
     # other kinds of requests and answers
     --dllm-algorithm LowConfidence
     --enable-multimodal
@@ -357,8 +356,28 @@ def test_each_row_of_the_matrix_is_refused(row: str, refused: Callable[..., str]
 
 
 def test_all_refused_flags_are_named_at_once(refused: Callable[..., str]) -> None:
-    line = refused("--tp-size", "2", "--enable-mixed-chunk", "--nnodes", "2")
-    assert all(flag in line for flag in ("--tp-size", "--enable-mixed-chunk", "--nnodes"))
+    line = refused("--tp-size", "2", "--enable-mixed-chunk", "--enable-watermark")
+    assert all(flag in line for flag in ("--tp-size", "--enable-mixed-chunk", "--enable-watermark"))
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (
+            "--nnodes 3 --dist-init-addr localhost:1",
+            "--pp-size 2 is not a multiple of --nnodes 3: WavePP needs as many stages on each node",
+        ),
+        (
+            "--nnodes 2",
+            "--nnodes 2 needs --dist-init-addr HOST:PORT, an address of node 0 that every node can reach",
+        ),
+        ("--nnodes 2 --dist-init-addr nowhere", "--dist-init-addr has to be HOST:PORT: "),
+    ],
+)
+def test_nodes_without_an_address_are_refused(
+    given: str, complaint: str, refused: Callable[..., str]
+) -> None:
+    assert refused(*given.split()).startswith(f"error: {complaint}")
 
 
 def test_one_stage_is_refused(refused: Callable[..., str]) -> None:

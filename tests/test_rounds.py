@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -14,13 +13,24 @@ import zmq
 from sglang_wavepp.errors import DivergenceError, HandshakeError, ProtocolError
 from sglang_wavepp.log import DecisionLog
 from sglang_wavepp.messages import Beat, Decode, Drop, Hello, Log, Message, Offer, WaveDone, Welcome, encode
-from sglang_wavepp.rounds import LeaderPlane, Mailbox, MemberPlane, find_socket_dir, make_socket_dir
+from sglang_wavepp.rounds import LeaderPlane, Mailbox, MemberPlane
+from sglang_wavepp.transport import IpcLeader, IpcMember
 
 BOUND = 10.0
 
 
 def _hello(rank: int, **more: str) -> Hello:
-    return Hello(rank, 1000 + rank, {"version": "1", **more}, {"kv_tokens": 100 - rank, "rows": 8})
+    identity = {"version": "1", **more}
+    return Hello(rank, 1000 + rank, f"host {rank}", identity, {"kv_tokens": 100 - rank, "rows": 8})
+
+
+def _planes(tmp_path: Path, stages: int) -> tuple[LeaderPlane, list[MemberPlane], Path]:
+    """Stage 0's plane and those of the members, connected, and the directory of the sockets."""
+    wire = IpcLeader(str(tmp_path), "plane")
+    leader = LeaderPlane(wire, stages)
+    soon = time.monotonic() + BOUND
+    members = [MemberPlane(IpcMember(str(tmp_path), "plane", soon), rank) for rank in range(1, stages)]
+    return leader, members, wire.directory
 
 
 def _shake(
@@ -30,17 +40,16 @@ def _shake(
 
     `strangers` connect in time, one to the control socket, the next to the bulk socket.
     """
-    leader = LeaderPlane(make_socket_dir(str(tmp_path), "plane"), len(hellos))
+    leader, members, directory = _planes(tmp_path, len(hellos))
     for stranger, name in zip(strangers, ("control", "bulk"), strict=False):
-        stranger.connect(f"ipc://{leader.directory / name}")
-    members = [MemberPlane(leader.directory, hello.rank) for hello in hellos[1:]]
+        stranger.connect(f"ipc://{directory / name}")
     outcomes: list[object] = [None] * len(hellos)
     deadline = time.monotonic() + BOUND
 
     def run(i: int) -> None:
         try:
             if i == 0:
-                outcomes[i] = leader.gather(hellos[i], deadline, 7)
+                outcomes[i] = leader.gather(hellos[i], deadline, 7, "name")
             else:
                 outcomes[i] = members[i - 1].join(hellos[i], deadline)
         except HandshakeError as error:
@@ -75,9 +84,10 @@ def _close(leader: LeaderPlane, members: list[MemberPlane]) -> None:
 
 def test_stages_agree_on_the_smallest_capacity(tmp_path: Path) -> None:
     leader, members, outcomes = _shake(tmp_path, [_hello(0), _hello(1), _hello(2)])
-    want = Welcome([1000, 1001, 1002], {"kv_tokens": 98, "rows": 8}, [100, 99, 98], 7)
+    hosts = ["host 0", "host 1", "host 2"]
+    want = Welcome([1000, 1001, 1002], hosts, {"kv_tokens": 98, "rows": 8}, [100, 99, 98], 7, "name")
     assert outcomes == [want] * 3
-    assert not leader.directory.exists(), "the directory goes as soon as all are connected"
+    assert not list(tmp_path.iterdir()), "the directory goes as soon as all are connected"
     leader.send(None, Beat(1, ""))
     leader.send(2, Offer(5, 77), b"payload", b"hashes")
     assert _messages(members[0], 1) == [Beat(1, "")]
@@ -94,23 +104,20 @@ def test_a_stage_that_differs_is_named_to_all(tmp_path: Path) -> None:
 
 
 def test_a_missing_stage_is_named(tmp_path: Path) -> None:
-    leader = LeaderPlane(make_socket_dir(str(tmp_path), "plane"), 3)
-    member = MemberPlane(leader.directory, 1)
-    member.bulk.send(b"")
+    leader, members, _ = _planes(tmp_path, 3)
+    members[0].bulk.send(b"")
     with pytest.raises(HandshakeError, match="stage 1, 2 did not come"):
-        leader.gather(_hello(0), time.monotonic() + 0.2, 7)
-    with pytest.raises(HandshakeError, match="stage 0 did not answer"):
-        member.join(_hello(1), time.monotonic() + 0.2)
-    _close(leader, [member])
+        leader.gather(_hello(0), time.monotonic() + 0.2, 7, "name")
+    with pytest.raises(HandshakeError, match=r"stage 0 at .* did not answer the handshake in time"):
+        members[0].join(_hello(1), time.monotonic() + 0.2)
+    _close(leader, members)
 
 
 def test_garbage_and_strangers_are_counted_and_dropped(tmp_path: Path) -> None:
-    directory = make_socket_dir(str(tmp_path), "plane")
-    leader = LeaderPlane(directory, 2)
+    leader, (member,), directory = _planes(tmp_path, 2)
     stranger = zmq.Context.instance().socket(zmq.DEALER)
     stranger.connect(f"ipc://{directory / 'control'}")
     stranger.send(b"\x93\x01\x02")
-    member = MemberPlane(directory, 1)
     for frame in (b"", b"garbage", b"\xc1", b"\x91\xa7Unknown"):
         member.control.send(frame)
     member.control.send_multipart([b"two", b"frames"])
@@ -129,24 +136,10 @@ def test_garbage_and_strangers_are_counted_and_dropped(tmp_path: Path) -> None:
 
 
 def test_a_gone_member_is_an_error_not_a_silence(tmp_path: Path) -> None:
-    leader = LeaderPlane(make_socket_dir(str(tmp_path), "plane"), 2)
+    leader = LeaderPlane(IpcLeader(str(tmp_path), "plane"), 2)
     with pytest.raises(ProtocolError, match="stage 1 cannot be reached"):
         leader.send(None, Beat(0, ""))
     leader.close()
-
-
-def test_socket_directory_is_private_and_not_shared(tmp_path: Path) -> None:
-    made = make_socket_dir(str(tmp_path), "mine")
-    assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    with pytest.raises(HandshakeError, match="cannot make"):
-        make_socket_dir(str(tmp_path), "mine")
-    soon = time.monotonic() + 0.1
-    assert find_socket_dir(str(tmp_path), "mine", soon) == made
-    made.chmod(0o755)
-    with pytest.raises(HandshakeError, match="not a private directory"):
-        find_socket_dir(str(tmp_path), "mine", soon)
-    with pytest.raises(HandshakeError, match="in time"):
-        find_socket_dir(str(tmp_path), "nothing", soon)
 
 
 def test_mailbox_keeps_order_and_wakes() -> None:
