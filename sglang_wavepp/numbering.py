@@ -31,6 +31,8 @@ class Numbering:
         Raises `ProtocolError` if frames before it are missing.
         """
         number = int.from_bytes(stamp, "big")
+        if len(stamp) != STAMP_BYTES:
+            raise ProtocolError(f"a frame on the rounds plane has a number of {len(stamp)} bytes")
         if number > self.count:
             raise ProtocolError(f"frames {self.count} to {number - 1} were lost on the rounds plane")
         if number < self.count:

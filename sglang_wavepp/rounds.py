@@ -3,7 +3,8 @@
 Two sockets a stage, so that a megabyte prompt delays no decision: `control` for everything small and
 `bulk` for request payloads. ROUTER on stage 0, DEALER on members; `transport` says how they find each other.
 A frame that does not decode or comes from an unknown peer is counted and dropped with a rate-limited
-warning; however many there are, they keep nobody from the frames that count.
+warning; however many there are, they keep nobody from the frames that count. Frames are numbered
+(`numbering`): one that was lost ends the server, and heartbeats on both sockets see to it that this is soon.
 
 What waits for a member that does not read is bounded, though the sockets' queues are not: payloads by
 `UNTAKEN_BYTES`, after which stage 0 reads no further requests (`LeaderPlane.crowded`); decisions, since waves
@@ -37,6 +38,7 @@ from sglang_wavepp.messages import (
     decode_from_member,
     encode,
 )
+from sglang_wavepp.numbering import Numbering
 from sglang_wavepp.transport import NAMES, Wire
 
 logger = logging.getLogger(__name__)
@@ -64,13 +66,14 @@ class _Plane:
         self._context = zmq.Context(1)
         self.control = self._context.socket(kind)
         self.bulk = self._context.socket(kind)
-        for socket in (self.control, self.bulk):
+        self._sockets = (self.control, self.bulk)
+        for socket in self._sockets:
             socket.set_hwm(0)
             socket.linger = 1000
             for name, value in options.items():
                 setattr(socket, name, value)
         try:
-            wire.open(dict(zip(NAMES, (self.control, self.bulk), strict=True)), self._turned_away)
+            wire.open(dict(zip(NAMES, self._sockets, strict=True)), self._turned_away)
         except BaseException:
             self.close()
             raise
@@ -102,6 +105,8 @@ class LeaderPlane(_Plane):
         self._ranks = {f"stage-{rank}".encode(): rank for rank in range(1, stages)}
         self._identities = {rank: identity for identity, rank in self._ranks.items()}
         self._overheard: deque[tuple[int, Message]] = deque()
+        self._sent = {(socket, rank): Numbering() for socket in self._sockets for rank in self._identities}
+        self._received = {key: Numbering() for key in self._sent}
         self._untaken: dict[int, deque[int]] = {rank: deque() for rank in self._identities}
         """Bytes of each payload that a member has not taken yet, as far as it has told."""
         self._untaken_bytes = dict.fromkeys(self._identities, 0)
@@ -117,21 +122,26 @@ class LeaderPlane(_Plane):
 
         Raises `ProtocolError` if a member is gone.
         """
-        frame = encode(message)
+        frame, size = encode(message), sum(map(len, bulk))
         for target in self._identities if rank is None else (rank,):
-            identity = self._identities[target]
-            try:
-                if not bulk:
-                    self.control.send_multipart((identity, frame), copy=True)
-                else:
-                    size = sum(map(len, bulk))
-                    self.bulk.send_multipart((identity, frame, *bulk), copy=size < _COPY_BELOW)
-                    self._untaken[target].append(size)
-                    self._untaken_bytes[target] += size
-            except zmq.ZMQError as error:
-                raise ProtocolError(
-                    f"stage {target} cannot be reached on the rounds plane: {error}"
-                ) from None
+            self._send(self.bulk if bulk else self.control, target, (frame, *bulk), size < _COPY_BELOW)
+            if bulk:
+                self._untaken[target].append(size)
+                self._untaken_bytes[target] += size
+
+    def _send(self, socket: zmq.Socket[bytes], rank: int, frames: tuple[bytes, ...], copy: bool) -> None:
+        stamp = self._sent[socket, rank].stamp()
+        try:
+            socket.send_multipart((self._identities[rank], stamp, *frames), copy=copy)
+        except zmq.ZMQError as error:
+            raise ProtocolError(f"stage {rank} cannot be reached on the rounds plane: {error}") from None
+
+    def beat(self, applied: int, doing: str) -> None:
+        """Tell all members that this stage lives, on both sockets."""
+        frame = encode(Beat(applied, doing))
+        for socket in self._sockets:
+            for rank in self._identities:
+                self._send(socket, rank, (frame,), True)
 
     def receive(self) -> Iterator[tuple[int, Message]]:
         """Messages that are there now, as (rank, message). Never blocks."""
@@ -161,13 +171,16 @@ class LeaderPlane(_Plane):
                 return
             rank = self._ranks.get(frames[0])
             try:
-                if rank is None or len(frames) != 2:
+                if rank is None or len(frames) != 3:
                     raise msgspec.DecodeError(f"{len(frames)} frames")
                 if users and user != users[rank]:
                     raise msgspec.DecodeError("its key is another stage's")
-                message = decode_from_member(frames[1])
+                message = decode_from_member(frames[2])
             except msgspec.DecodeError as error:
                 self._drop(frames[0][:32], error)
+                continue
+            if not self._received[socket, rank].accept(frames[1]):
+                self._drop(f"stage {rank}", "it came before")
                 continue
             if isinstance(message, Beat):
                 self._has_taken(rank, message.taken)
@@ -229,6 +242,8 @@ class MemberPlane(_Plane):
     def __init__(self, wire: Wire, rank: int) -> None:
         super().__init__(wire, zmq.DEALER, routing_id=f"stage-{rank}".encode())
         self._overheard: deque[tuple[Message, list[bytes]]] = deque()
+        self._sent = {socket: Numbering() for socket in self._sockets}
+        self._received = {socket: Numbering() for socket in self._sockets}
         self._taken = 0
         """Payloads received so far."""
         self._untold = 0
@@ -250,7 +265,7 @@ class MemberPlane(_Plane):
 
     def _send(self, socket: zmq.Socket[bytes], message: Message) -> None:
         try:
-            socket.send(encode(message), zmq.NOBLOCK)
+            socket.send_multipart((self._sent[socket].stamp(), encode(message)), zmq.NOBLOCK)
         except zmq.Again:
             raise ProtocolError("stage 0 cannot be reached on the rounds plane") from None
 
@@ -276,19 +291,25 @@ class MemberPlane(_Plane):
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if socket is self.bulk:
-                self._taken += 1
-                self._untold += sum(map(len, frames))
             try:
-                if len(frames) != (3 if socket is self.bulk else 1):
+                if len(frames) < 2:
                     raise msgspec.DecodeError(f"{len(frames)} frames")
-                message = decode_from_leader(frames[0])
-                if isinstance(message, Offer) != (socket is self.bulk):
-                    raise msgspec.DecodeError(f"{type(message).__name__} on the wrong socket")
+                stamp, frame, *bulk = frames
+                message = decode_from_leader(frame)
+                offer = isinstance(message, Offer)
+                here = isinstance(message, Beat) or socket is (self.bulk if offer else self.control)
+                if not here or len(bulk) != 2 * offer:
+                    raise msgspec.DecodeError(f"{type(message).__name__} with {len(bulk)} frames more")
             except msgspec.DecodeError as error:
                 self._drop("stage 0", error)
                 continue
-            yield message, frames[1:]
+            if not self._received[socket].accept(stamp):
+                self._drop("stage 0", "it came before")
+                continue
+            if offer:
+                self._taken += 1
+                self._untold += sum(map(len, bulk))
+            yield message, bulk
 
     def join(self, mine: Hello, deadline: float) -> Welcome:
         """Handshake: introduce this stage and wait for stage 0's verdict. Raises `HandshakeError`."""

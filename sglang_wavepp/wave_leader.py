@@ -143,7 +143,7 @@ class LeaderWave(Wave):
             self._poller.register(socket, zmq.POLLIN if reading else 0)
 
     def _beat(self) -> None:
-        self._plane.send(None, Beat(self.stage.loop.log.position, self.stage.loop.progress.doing))
+        self._plane.beat(self.stage.loop.log.position, self.stage.loop.progress.doing)
 
     def _check_limits(self) -> None:
         self.leader.check()

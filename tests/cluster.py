@@ -233,11 +233,11 @@ class SimStage:
         before = request.lock.depth
         tokens = request.tokens[: request.done]
         full = len(tokens) // tree.page_size * tree.page_size
-        if tree.recurrent and (full < len(tokens) or request.states < tree.states_per_request):
-            return  # there is no state at the end of the last page, or no second slot for one
-        states = tree.private_states
+        if tree.recurrent:
+            if full < len(tokens) or full == before or request.states < tree.states_per_request:
+                return  # there is no state at the end of the last page, or no second slot for one
+            request.states -= 1
         tree.insert(tokens)
-        request.states -= states - tree.private_states
         yield  # counted twice: in the tree, and as the request's own
         tree.private -= full - before
         request.private -= full - before

@@ -193,7 +193,7 @@ class ModelTree:
     def insert(self, tokens: tuple[int, ...]) -> int:
         """Cache the full pages of `tokens`; returns how many tokens became cached with it.
 
-        In a hybrid tree a private recurrent state goes with them, unless there is one.
+        In a hybrid tree a private recurrent state goes with them; it is freed if there is one already.
         """
         full = tokens[: len(tokens) // self.page_size * self.page_size]
         node = self._longest(full, len(full))
@@ -208,10 +208,10 @@ class ModelTree:
             if not rest:
                 self.hints.index.add(hashes, blocks - 1, blocks)
                 node.hash = hashes[blocks - 1 : blocks]
+        self.private_states -= self.recurrent
         if self.recurrent and full and not node.state:
             node.state = True
             self._states[node] = None
-            self.private_states -= 1
             blocks, rest = divmod(node.depth, self.hints.block)
             if not rest and self.hints.snapshots is not None:
                 node.snapshot = self.hints.snapshots.add(hashes, blocks)

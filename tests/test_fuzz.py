@@ -1,4 +1,4 @@
-"""Whatever arrives on the rounds plane: no errors but those that are meant, no change from what does not belong."""
+"""Whatever arrives on the rounds plane: only errors that are meant, no change from what does not belong."""
 
 from __future__ import annotations
 

@@ -273,8 +273,8 @@ def test_a_key_is_good_for_one_stage(three: Tcp) -> None:
     own, false = three.member(1), three.member(2, three.wires[0])
     false.send(Hello(2, 666, "", {}, {"kv_tokens": 1}))
     until(lambda: not list(three.leader.receive()) and three.leader.dropped)
-    false.bulk.send(encode(Hello(2, 666, "", {}, {"kv_tokens": 1})))
-    own.bulk.send(encode(Beat(0, "")))
+    false.bulk.send_multipart((bytes(8), encode(Hello(2, 666, "", {}, {"kv_tokens": 1}))))
+    own.bulk.send_multipart((bytes(8), encode(Beat(0, ""))))
     own.send(Hello(1, 1, "", {}, {"kv_tokens": 1}))
     with pytest.raises(HandshakeError, match=r"stage 2 did not come to the handshake at tcp://127.0.0.2 "):
         three.leader.gather(Hello(0, 0, "", {}, {"kv_tokens": 1}), time.monotonic() + 0.5, 7, "name")
