@@ -7,6 +7,8 @@ that nobody owes, so a gap ends the server.
 
 from __future__ import annotations
 
+import msgspec
+
 from sglang_wavepp.errors import ProtocolError
 
 STAMP_BYTES = 8
@@ -25,17 +27,14 @@ class Numbering:
         self.count += 1
         return number.to_bytes(STAMP_BYTES, "big")
 
-    def accept(self, stamp: bytes) -> bool:
-        """Receiver: is this the next frame? False for one that came before.
+    def accept(self, stamp: bytes) -> None:
+        """Receiver: this frame is the next one.
 
-        Raises `ProtocolError` if frames before it are missing.
+        Raises `msgspec.DecodeError` if it came before or has no number, `ProtocolError` if some are missing.
         """
         number = int.from_bytes(stamp, "big")
-        if len(stamp) != STAMP_BYTES:
-            raise ProtocolError(f"a frame on the rounds plane has a number of {len(stamp)} bytes")
+        if len(stamp) != STAMP_BYTES or number < self.count:
+            raise msgspec.DecodeError(f"frame {number} instead of {self.count}")
         if number > self.count:
             raise ProtocolError(f"frames {self.count} to {number - 1} were lost on the rounds plane")
-        if number < self.count:
-            return False
         self.count += 1
-        return True

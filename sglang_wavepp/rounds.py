@@ -175,12 +175,10 @@ class LeaderPlane(_Plane):
                     raise msgspec.DecodeError(f"{len(frames)} frames")
                 if users and user != users[rank]:
                     raise msgspec.DecodeError("its key is another stage's")
+                self._received[socket, rank].accept(frames[1])
                 message = decode_from_member(frames[2])
             except msgspec.DecodeError as error:
                 self._drop(frames[0][:32], error)
-                continue
-            if not self._received[socket, rank].accept(frames[1]):
-                self._drop(f"stage {rank}", "it came before")
                 continue
             if isinstance(message, Beat):
                 self._has_taken(rank, message.taken)
@@ -295,6 +293,7 @@ class MemberPlane(_Plane):
                 if len(frames) < 2:
                     raise msgspec.DecodeError(f"{len(frames)} frames")
                 stamp, frame, *bulk = frames
+                self._received[socket].accept(stamp)
                 message = decode_from_leader(frame)
                 offer = isinstance(message, Offer)
                 here = isinstance(message, Beat) or socket is (self.bulk if offer else self.control)
@@ -302,9 +301,6 @@ class MemberPlane(_Plane):
                     raise msgspec.DecodeError(f"{type(message).__name__} with {len(bulk)} frames more")
             except msgspec.DecodeError as error:
                 self._drop("stage 0", error)
-                continue
-            if not self._received[socket].accept(stamp):
-                self._drop("stage 0", "it came before")
                 continue
             if offer:
                 self._taken += 1

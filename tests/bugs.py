@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partialmethod
 from typing import Any
 from unittest import mock
@@ -147,14 +147,14 @@ def _by_itself(may_flush: Callable[..., Any], stage: SimStage, d: Any) -> bool:
     return not stage.live
 
 
-def _any_number(accept: Callable[..., Any], numbering: Numbering, stamp: bytes) -> bool:
+def _any_number(accept: Callable[..., Any], numbering: Numbering, stamp: bytes) -> None:
     numbering.count = max(numbering.count, int.from_bytes(stamp, "big"))
-    return bool(accept(numbering, stamp))
-
-
-def _once_more(accept: Callable[..., Any], numbering: Numbering, stamp: bytes) -> bool:
     accept(numbering, stamp)
-    return True
+
+
+def _once_more(accept: Callable[..., Any], numbering: Numbering, stamp: bytes) -> None:
+    with suppress(msgspec.DecodeError):
+        accept(numbering, stamp)
 
 
 def _not_in_flight(drop: Callable[..., Any], sequencer: Sequencer, seq: int, **options: bool) -> bool:

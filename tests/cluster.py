@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import msgspec
 from model_tree import SEED, ModelTree, Request
 
 from sglang_wavepp.hint_index import chain
@@ -61,7 +62,11 @@ class Channel:
     def receive(self) -> bytes | None:
         """The next frame; None if it came before. Raises `ProtocolError` if some were lost."""
         stamp, frame = self.frames.popleft()
-        return frame if self._received.accept(stamp) else None
+        try:
+            self._received.accept(stamp)
+        except msgspec.DecodeError:
+            return None
+        return frame
 
     def lose(self, rng: random.Random) -> bool:
         """One of the frames under way does not arrive. False if it did before, and came again."""

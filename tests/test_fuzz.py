@@ -108,9 +108,10 @@ def test_an_entry_of_the_log_is_the_next_one_or_ends_the_stage(entry: bytes, pos
 def test_a_stamp_is_the_next_one_or_changes_nothing(stamp: bytes) -> None:
     numbering = Numbering()
     numbering.count = 3
+    accepted = True
     try:
-        accepted = numbering.accept(stamp)
-    except WavePPError:
+        numbering.accept(stamp)
+    except (WavePPError, msgspec.DecodeError):
         accepted = False
     assert numbering.count == 3 + accepted
     assert accepted == (stamp == (3).to_bytes(8, "big"))
