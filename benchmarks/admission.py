@@ -38,18 +38,21 @@ BUDGET = 8192
 """Tokens of a prefill wave."""
 POOL = 262_144
 """KV tokens of a stage."""
+READY_S = 900.0
+"""What a server may take to start on a busy machine."""
 CACHED = 8
 """Prompts whose prefixes are cached from the start."""
-_WORDS = range(300, 1000)
+WORDS = range(300, 1000)
+"""Token ids."""
 
 
 def prompts(rng: random.Random, cached: list[list[int]], longest: int) -> Iterator[list[int]]:
     """Prompts of up to `longest` tokens; every other one begins with a part of one of `cached`."""
     while True:
-        yield rng.choices(_WORDS, k=rng.randint(longest // 64, longest))
+        yield rng.choices(WORDS, k=rng.randint(longest // 64, longest))
         known = rng.choice(cached)
         known = known[: rng.randint(len(known) // 4, len(known))]
-        yield known + rng.choices(_WORDS, k=rng.randint(1, longest - len(known)))
+        yield known + rng.choices(WORDS, k=rng.randint(1, longest - len(known)))
 
 
 def percentile(values: list[float], percent: int) -> float:
@@ -71,7 +74,7 @@ def decoding(server: Server, requests: int) -> Iterator[None]:
         rng = random.Random(number)
         while not stop.is_set():
             with contextlib.suppress(ServerError):  # of one that was aborted at the end
-                _ask(server, rng.choices(_WORDS, k=64), 8000)
+                ask(server, rng.choices(WORDS, k=64), 8000)
 
     with ThreadPoolExecutor(requests) as pool:
         for number in range(requests):
@@ -83,7 +86,8 @@ def decoding(server: Server, requests: int) -> Iterator[None]:
             server.post("/abort_request", {"abort_all": True})
 
 
-def _ask(server: Server, prompt: list[int], output: int, rid: str | None = None) -> None:
+def ask(server: Server, prompt: list[int], output: int, rid: str | None = None) -> None:
+    """Have `output` tokens generated."""
     sampling = {"temperature": 0, "max_new_tokens": output, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling} | ({"rid": rid} if rid else {})
     server.post("/generate", body, timeout=600.0)
@@ -92,16 +96,20 @@ def _ask(server: Server, prompt: list[int], output: int, rid: str | None = None)
 def measure(system: str, pp: int, args: argparse.Namespace, model: Path) -> Iterator[dict[str, Any]]:
     """Start one server and measure it with each wave length."""
     rng = random.Random(1)
-    cached = [rng.choices(_WORDS, k=args.longest * 7 // 8) for _ in range(CACHED)]
+    cached = [rng.choices(WORDS, k=args.longest * 7 // 8) for _ in range(CACHED)]
     with tempfile.TemporaryDirectory() as name:
         probe = Probe(Path(name))
-        options: dict[str, Any] = {"chunked_prefill_size": BUDGET, "max_total_tokens": POOL}
+        options: dict[str, Any] = {
+            "chunked_prefill_size": BUDGET,
+            "max_total_tokens": POOL,
+            "ready_timeout": READY_S,
+        }
         log = Path(name) / "server.log"
         with Server(
             model, pp_size=pp, wavepp=system == "wavepp", env=probe.env, log_path=log, **options
         ) as server:
             for prompt in cached:
-                _ask(server, prompt, 1)
+                ask(server, prompt, 1)
             for wave_ms in args.wave_ms:
                 yield _cell(server, probe, system, pp, wave_ms, cached, args)
 
@@ -123,7 +131,7 @@ def _cell(
         asked = []
         for number, prompt in enumerate(itertools.islice(prompts(rng, cached, args.longest), args.requests)):
             time.sleep(rng.expovariate(args.rate))
-            asked.append(pool.submit(_ask, server, prompt, 1, f"{cell}{number}"))
+            asked.append(pool.submit(ask, server, prompt, 1, f"{cell}{number}"))
         for each in asked:
             each.result()
     sent = {rid: at for rid, at in probe.seen("sent")}

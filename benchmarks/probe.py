@@ -21,15 +21,17 @@ from typing import Any
 
 _FOLDER = "WAVEPP_PROBE"
 """The environment variable that names the probe's folder."""
-_SLICE_S = 0.001
+_DELAYS = "WAVEPP_PROBE_DELAYS"
+_SLICE_NS = 1_000_000
 """A wave sleeps in slices of this length where LOOP's delays are recorded: so often it wants the GIL back."""
 
 
 class Probe:
-    """The caller's side, in an empty `folder`."""
+    """The caller's side, in an empty `folder`. With `delays`, LOOP's delays are recorded, too."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, delays: bool = False) -> None:
         self._folder = folder
+        self._delays = delays
         info = folder / "plugin" / "wavepp_probe-0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wavepp-probe\nVersion: 0\n")
@@ -45,12 +47,13 @@ class Probe:
             str(Path(__file__).parents[1]),
             os.environ.get("PYTHONPATH", ""),
         ]
-        return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), _FOLDER: str(self._folder)}
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), _FOLDER: str(self._folder)}
+        return env | ({_DELAYS: "1"} if self._delays else {})
 
-    def set(self, *, wave_ms: float, switch_ms: float = 0.0, delays: bool = False) -> None:
-        """From the next wave on: its length, the switch interval (0: as it is), and whether delays count."""
+    def set(self, *, wave_ms: float, switch_ms: float = 0.0) -> None:
+        """From the next wave on: its length, and CPython's switch interval (0: as it is)."""
         new = self._folder / "new"
-        new.write_text(json.dumps([wave_ms, switch_ms, delays]))
+        new.write_text(json.dumps([wave_ms, switch_ms]))
         new.replace(self._folder / "settings")
 
     def seen(self, what: str) -> Iterator[list[Any]]:
@@ -84,7 +87,10 @@ def register() -> None:
             hooks["sglang.srt.managers.scheduler.Scheduler.process_input_requests"] = agent.received
         else:
             hooks["sglang_wavepp.wave_leader.LeaderWave._on_event"] = agent.committed
-            hooks["sglang_wavepp.stage.Stage.__init__"] = agent.built
+            if _DELAYS in os.environ:
+                hooks["sglang_wavepp.stage.Stage.__init__"] = agent.built
+                hooks["sglang_wavepp.wave_leader.LeaderWave._turn"] = agent.turn
+                hooks["sglang_wavepp.wave.MemberWave._turn"] = agent.turn
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
@@ -96,6 +102,8 @@ class _Agent:
         self._settings = folder / "settings"
         self._file = os.open(folder / "seen" / str(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._guard: _TimedGuard | None = None
+        self._turns: list[list[int]] = []
+        """When WAVE was at work since the start of this wave: [begin, end] in ns, the end 0 while it is."""
 
     def _write(self, *row: Any) -> None:
         os.write(self._file, json.dumps(row).encode() + b"\n")
@@ -139,13 +147,13 @@ class _Agent:
         """Sleep, and pass on what came in."""
         from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
-        wave_ms, switch_ms, delays = json.loads(self._settings.read_text())
-        if switch_ms and abs(sys.getswitchinterval() * 1e3 - switch_ms) > 1e-6:
-            sys.setswitchinterval(switch_ms / 1e3)
-        if delays:
-            self._sleep_in_slices(model.pp_group.rank_in_group, wave_ms)
-        else:
+        wave_ms, switch_ms = json.loads(self._settings.read_text())
+        if self._guard is None:
             time.sleep(wave_ms / 1e3)
+        else:
+            self._sleep_in_slices(self._guard, model.pp_group.rank_in_group, wave_ms)
+            if switch_ms:
+                sys.setswitchinterval(switch_ms / 1e3)
         if pp_proxy_tensors is None:
             hidden = residual = model.embed_tokens(input_ids)
         else:
@@ -154,21 +162,37 @@ class _Agent:
             return hidden
         return PPProxyTensors({"hidden_states": hidden, "residual": residual})
 
-    def _sleep_in_slices(self, rank: int, wave_ms: float) -> None:
-        """Record how late this thread runs on after each slice, and how long it waited for a core then."""
-        begin = time.monotonic()
-        end = begin + wave_ms / 1e3
-        late: list[tuple[int, int]] = []
+    def turn(self, original: Callable[..., Any], wave: Any, ready: Any) -> Any:
+        turn = [time.monotonic_ns(), 0]
+        self._turns.append(turn)
+        try:
+            return original(wave, ready)
+        finally:
+            turn[1] = time.monotonic_ns()
+
+    def _sleep_in_slices(self, guard: _TimedGuard, rank: int, wave_ms: float) -> None:
+        """Record how late this thread runs on after each slice, and how long it waited for a core then.
+
+        Apart from each other: slices that were over while WAVE was at work, and all others.
+        """
+        waits = guard.take()
+        self._turns = self._turns[-1:]
+        late: list[tuple[int, int, int]] = []
         with _run_queue() as waited:
             before, now = waited(), time.monotonic_ns()
-            while now / 1e9 < end:
-                time.sleep(_SLICE_S)
-                after = time.monotonic_ns()
-                queued = waited()
-                late.append(((after - now) // 1000 - int(_SLICE_S * 1e6), (queued - before) // 1000))
+            end = now + int(wave_ms * 1e6)
+            while now < end:
+                time.sleep(_SLICE_NS / 1e9)
+                after, queued = time.monotonic_ns(), waited()
+                due = now + _SLICE_NS
+                late.append((due, after - due, queued - before))
                 before, now = queued, time.monotonic_ns()
-        guard = self._guard.take() if self._guard is not None else []
-        self._write("delays", rank, begin, sys.getswitchinterval() * 1e3, late, guard)
+        rows: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+        turns = list(self._turns)
+        for due, delay, queue in late:
+            beside = any(begin <= due and (due <= over or not over) for begin, over in turns)
+            rows[beside].append((delay // 1000, queue // 1000))
+        self._write("delays", rank, sys.getswitchinterval() * 1e3, rows[False], rows[True], waits)
 
 
 @contextmanager
