@@ -9,9 +9,12 @@ behind it in the queue is given back: grants do not cross, and first come is fir
 blocks, so a hold asks for up to a page less than a block more, and the stages answer with what they really
 have; if that is equal everywhere, as it is where the caches are alike, it is agreed. From then on a boundary
 only shrinks within one admission, so an admission ends after at most as many hold rounds as it has distinct
-boundaries. A hint is asked for again if waves were finished since it was given: waiting requests profit
-from what earlier ones inserted meanwhile. And a request whose next prompt block a committed request is just
-computing waits until all that they share is there, instead of computing it again; those behind it go on.
+boundaries. To ask for a hint again takes until every stage's loop has come to the log's end, so that is done
+where it may pay: if a wave has computed the block that follows the hinted prefix, or if as many waves were
+finished as there are stages. So waiting requests profit from what earlier ones inserted meanwhile, and one
+that waited for no more than the round before its own depends on no loop. And a request whose next prompt
+block a committed request is just computing waits until all that they share is there, instead of computing it
+again; those behind it go on.
 """
 
 from __future__ import annotations
@@ -83,7 +86,8 @@ class Admission:
     """Tokens that it may reuse at most; once agreed, exactly those."""
     until: int = 0
     hints: dict[int, int] = dataclasses.field(default_factory=dict)
-    hinted_at: int = -1
+    fresh_until: int = 0
+    """Its hint is asked for again, before it is held, once so many waves were finished."""
     asked: int = 0
     """How often its hint was refreshed for this attempt."""
     shares: bool = False
@@ -270,6 +274,9 @@ class Leader:
         self._position = position
         for seq, tokens in computed:
             self._prompts.advance(seq, tokens)
+            for a in self._queue:
+                if self._prompts.continues(a.seq, a.reusable, seq, tokens):
+                    a.fresh_until = 0
 
     def want_growth(self, seq: int, until: int) -> None:
         """A running request needs room up to KV length `until`. Goes before new admissions."""
@@ -303,7 +310,7 @@ class Leader:
             raise ProtocolError("the tree was reset while requests were held or running")
         self.epoch += 1
         for admission in self._queue:
-            admission.state, admission.asked, admission.hinted_at = State.HINTED, 0, -1
+            admission.state, admission.asked, admission.fresh_until = State.HINTED, 0, 0
         self._unblock()
 
     def on_message(self, rank: int, message: Message) -> None:
@@ -411,7 +418,7 @@ class Leader:
         return (
             a.state is State.HINTED
             and not a.until
-            and a.hinted_at != self._finished_waves
+            and a.fresh_until <= self._finished_waves
             and a.asked < (self.MAX_ASKED if a.shares else 1)
         )
 
@@ -420,7 +427,7 @@ class Leader:
             a.hints.clear()
             a.state = State.OFFERED
             a.asked += 1
-            a.hinted_at = self._finished_waves
+            a.fresh_until = self._finished_waves + self.limits.stages
             a.rounds += 1
         self._send(HintQuery(self.epoch, self._position, [a.seq for a in stale]))
 
@@ -463,7 +470,7 @@ class Leader:
             a.state = State.HINTED
             if self._new.pop(item.seq, None) is not None:
                 a.rounds += 1
-                a.hinted_at = self._finished_waves
+                a.fresh_until = self._finished_waves + self.limits.stages
                 ahead = sum(q.retracted or q.rank <= a.rank for q in self._queue)
                 self._queue.insert(ahead, a)
 

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import msgspec
 import zmq
@@ -143,11 +143,17 @@ class LeaderPlane(_Plane):
             for rank in self._identities:
                 self._send(socket, rank, (frame,), True)
 
-    def receive(self) -> Iterator[tuple[int, Message]]:
-        """Messages that are there now, as (rank, message). Never blocks."""
-        for _ in self._receive(self.bulk):
-            self._drop("a member", "it has nothing to send here")  # unread, it would wake the thread for ever
-        arriving = self._receive(self.control)
+    def receive(self, ready: Container[object] | None = None) -> Iterator[tuple[int, Message]]:
+        """Messages that are there now, as (rank, message). Never blocks.
+
+        `ready`: what a poll found readable, by default both sockets. To look into an empty one in vain takes
+        pyzmq as long as to read a message, and the thread wakes often.
+        """
+        if ready is None or self.bulk in ready:
+            for _ in self._receive(self.bulk):
+                # Unread, it would wake the thread for ever.
+                self._drop("a member", "it has nothing to send here")
+        arriving = self._receive(self.control) if ready is None or self.control in ready else iter(())
         while (item := self._overheard.popleft() if self._overheard else next(arriving, None)) is not None:
             yield item
 
@@ -267,15 +273,19 @@ class MemberPlane(_Plane):
         except zmq.Again:
             raise ProtocolError("stage 0 cannot be reached on the rounds plane") from None
 
-    def receive(self) -> Iterator[tuple[Message, list[bytes]]]:
+    def receive(self, ready: Container[object] | None = None) -> Iterator[tuple[Message, list[bytes]]]:
         """Messages that are there now, with the two frames that follow if they came on the bulk socket.
 
         Small messages first and all of them; of the bulky ones a few, so that a burst delays no decision.
+        `ready` as for `LeaderPlane.receive`.
         """
-        arriving = self._receive(self.control, 1 << 30)
+        arriving = (
+            self._receive(self.control, 1 << 30) if ready is None or self.control in ready else iter(())
+        )
         while (item := self._overheard.popleft() if self._overheard else next(arriving, None)) is not None:
             yield item
-        yield from self._receive(self.bulk, BULK_AT_A_TIME)
+        if ready is None or self.bulk in ready:
+            yield from self._receive(self.bulk, BULK_AT_A_TIME)
 
     def overhear(self) -> Iterator[int]:
         """0 for every small message of stage 0 by now; `receive` will yield it."""

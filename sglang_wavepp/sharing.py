@@ -79,6 +79,13 @@ class PromptsInFlight:
                     return Awaited(other, common)
         return None
 
+    def continues(self, seq: int, reusable: int, other: int, computed: int) -> bool:
+        """Is in `computed` tokens of `other` the block that follows what `seq` reuses? O(1)."""
+        own, theirs, at = self._prompts[seq], self._prompts.get(other), reusable // self._block
+        if theirs is None or at >= min(len(own.chain), computed // self._block, len(theirs.chain)):
+            return False
+        return own.chain[at] == theirs.chain[at]
+
     def _common(self, one: _Prompt, other: _Prompt) -> int:
         """Tokens that two prompts share, whole pages."""
         shared, bound = 0, min(len(one.chain), len(other.chain))

@@ -13,7 +13,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -88,10 +88,11 @@ class Wave:
                     poller.register(source, zmq.POLLIN)
                 self._register(poller)
                 while not self._stop:
-                    ready = poller.poll(int(self._tick_s * 1000))
+                    ready = dict(poller.poll(int(self._tick_s * 1000)))
                     self._check_peers(ready, poller)
-                    self.mail.drain()
-                    self._turn()
+                    if self.mail.fd in ready:
+                        self.mail.drain()
+                    self._turn(ready)
                     if time.monotonic() - self._ticked > self._tick_s:
                         self._tick()
                         if self._resumed < self._ticked:
@@ -133,8 +134,8 @@ class Wave:
     def _register(self, poller: zmq.Poller) -> None:
         """More sources to sleep on."""
 
-    def _turn(self) -> None:
-        """Handle what came in."""
+    def _turn(self, ready: Container[object]) -> None:
+        """Handle what came in. `ready`: the sources that are readable."""
         raise NotImplementedError
 
     def _beat(self) -> None:
@@ -157,8 +158,8 @@ class Wave:
         """SGLang has made the request, failed it (`to_finish`), or answered the client itself (None)."""
         raise NotImplementedError
 
-    def _check_peers(self, ready: list[tuple[Any, int]], poller: zmq.Poller) -> None:
-        for source, _ in ready:
+    def _check_peers(self, ready: Iterable[object], poller: zmq.Poller) -> None:
+        for source in ready:
             gone = self.watch.describe(source) if isinstance(source, int) else None
             if gone is None:
                 continue
@@ -239,8 +240,8 @@ class MemberWave(Wave):
         self._outbox.popleft()
         return following.items
 
-    def _turn(self) -> None:
-        for message, bulk in self._plane.receive():
+    def _turn(self, ready: Container[object]) -> None:
+        for message, bulk in self._plane.receive(ready):
             self._saw(0, message)
             if isinstance(message, Log):
                 self.stage.loop.post(partial(self.stage.loop.entries, message.first, message.entries))

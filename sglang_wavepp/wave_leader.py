@@ -6,7 +6,7 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -164,10 +164,12 @@ class LeaderWave(Wave):
             stages = "; ".join(f"stage {rank} is {what}" for rank, what in said.items())
             raise ProtocolError(f"waves are under way, but no stage has moved for {still:.0f} s: {stages}")
 
-    def _turn(self) -> None:
-        for rank, message in self._plane.receive():
+    def _turn(self, ready: Container[object]) -> None:
+        for rank, message in self._plane.receive(ready):
             self._on_member(rank, message)
         for socket in self._sockets:
+            if socket not in ready:
+                continue
             for _ in range(BULK_AT_A_TIME):
                 if self._plane.crowded:
                     break

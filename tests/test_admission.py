@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from cluster import Cluster
 
-from sglang_wavepp.messages import Prefill
+from sglang_wavepp.leader import Leader, Limits
+from sglang_wavepp.messages import Held, HeldItem, Hint, HintItem, HintQuery, Hold, Prefill
 
 
 def _rest(cluster: Cluster, after: int = 0, then: Callable[[], None] | None = None) -> None:
@@ -184,3 +185,34 @@ def test_requests_behind_the_first_lease_no_more_than_their_share() -> None:
         cluster.check_quiet()
         seen = max(seen, most)
     assert seen == (1 + 200 * cluster.leader.LEASED_SHARE // len(cached)) * len(cached)
+
+
+@pytest.mark.parametrize(("shared", "waves", "again"), [(False, 1, False), (False, 2, True), (True, 1, True)])
+def test_a_hint_is_asked_for_again_only_where_that_may_pay(shared: bool, waves: int, again: bool) -> None:
+    """While one request's round is open another is hinted, and waves of a third are finished."""
+    limits = Limits(stages=2, pool=1000, running=8, page=1, reserve=4, block=4, ahead=100, round_bound=9.0)
+    leader = Leader(limits, lambda: 0.0)
+
+    def arrive(seq: int, chain: list[int]) -> None:
+        leader.arrive(seq, range(8), 4, chain)
+        for rank in range(limits.stages):
+            leader.on_message(rank, Hint(0, [HintItem(seq, 0)]))
+        leader.step()
+
+    def held(seq: int) -> None:
+        for rank in range(limits.stages):
+            leader.on_message(rank, Held(0, seq + 1, [HeldItem(seq, 3, True)]))
+
+    arrive(0, [10, 11])
+    held(0)
+    leader.step()
+    arrive(1, [20, 21])
+    arrive(2, [10, 12] if shared else [30, 31])
+    for wave in range(waves):
+        leader.wave_finished(wave, [(0, 8)] if wave == 0 else [])
+    held(1)
+    leader.outbox.clear()
+    leader.step()
+    (sent,) = (message for _, message in leader.outbox)
+    assert isinstance(sent, HintQuery if again else Hold)
+    assert [event.seq for event in leader.events] == [0, 1]  # type: ignore[union-attr]

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
+
+import pytest
+
+from benchmarks.admission import latencies, prompts
+from benchmarks.gil import summary
+from benchmarks.probe import Probe
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--tokens 2048 --sequences 2 --chunk 256 --blocks 64 --rounds 1 --burst 0.001"
@@ -22,3 +31,65 @@ def test_hint_index_compares_all_systems() -> None:
     assert {"wavepp", "linear", "sglang-rust", "sglang-python"} <= probes
     cells = {(row["reuse"], row["concurrency"], row["writer"]) for row in rows if row["op"] == "probe"}
     assert cells == {(r, c, w) for r in (0, 50, 90, 100) for c in (1, 2) for w in (False, True)}
+
+
+def test_admission_asks_for_cold_and_for_cached_prompts() -> None:
+    cached = [[7] * 600, [8] * 600]
+    asked = list(islice(prompts(random.Random(1), cached, 640), 200))
+    assert all(10 <= len(prompt) <= 640 for prompt in asked)
+    begins = [prompt[:150] in ([7] * 150, [8] * 150) for prompt in asked]
+    assert begins == [False, True] * 100
+
+
+def test_admission_measures_the_requests_of_its_cell() -> None:
+    sent = {"a-1": 10.0, "a-2": 20.0, "b-1": 30.0}
+    arrived = {"a-2": 20.5, "b-1": 31.0, "a-1": 10.25}
+    assert latencies(sent, arrived, "a-") == [250.0, 500.0]
+    with pytest.raises(KeyError, match="b-1"):
+        latencies(sent, {"a-1": 10.25, "a-2": 20.5}, "b-")
+
+
+def test_gil_sums_up_by_stage_and_switch_interval() -> None:
+    seen = [
+        [0, 5.0, [[1000, 400], [1000, 400]], [[5000, 0], [3000, 3500]], [100]],
+        [0, 0.5, [], [[2000, 0], [2000, 0]], []],
+        [0, 5.0, [[4000, 4000]], [], [300]],
+        [1, 5.0, [[7000, 0], [7000, 0]], [], []],
+    ]
+    rows = {(row["stage"], row["switch_ms"], row["what"]): row for row in summary(seen)}
+    assert rows.keys() == {
+        (0, 5.0, "alone"),
+        (0, 5.0, "beside wave"),
+        (0, 5.0, "guard"),
+        (0, 0.5, "beside wave"),
+        (1, 5.0, "alone"),
+    }
+    alone, beside = rows[0, 5.0, "alone"], rows[0, 5.0, "beside wave"]
+    assert (alone["samples"], alone["p50_ms"], alone["max_ms"], alone["max_net_ms"]) == (3, 1.0, 4.0, 0.6)
+    assert (beside["max_ms"], beside["max_net_ms"]) == (5.0, 5.0)
+    assert rows[0, 5.0, "guard"]["p50_ms"] == 0.2
+
+
+def test_a_probe_is_a_plugin_only_where_its_environment_is(tmp_path: Path) -> None:
+    listing = """
+from importlib.metadata import entry_points
+for plugin in entry_points(group="sglang.srt.plugins"):
+    print(plugin.value, callable(plugin.load()))
+"""
+
+    def plugins(env: dict[str, str]) -> list[str]:
+        command = [sys.executable, "-c", listing]
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    mine = "benchmarks.probe:register True"
+    assert mine in plugins(Probe(tmp_path).env)
+    assert mine not in plugins({})
+
+
+def test_a_probe_reads_what_the_processes_wrote(tmp_path: Path) -> None:
+    probe = Probe(tmp_path)
+    (tmp_path / "seen" / "1").write_text('["sent", "a", 1.5]\n["received", "a", 2.5]\n["sent", "b", 3')
+    (tmp_path / "seen" / "2").write_text('["sent", "c", 4.5]\n')
+    assert list(probe.seen("sent")) == [["a", 1.5], ["c", 4.5]], "a row that is being written does not count"
