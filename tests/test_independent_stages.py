@@ -21,7 +21,7 @@ from test_oracle import VOCABULARY, Answer, generate, outputs, replay
 
 from sglang_wavepp.launch.server import Server, ServerError
 
-POOLS = [4000, 3000]
+POOLS = [4000, 3000, 3500, 3200]
 
 DISTURB = """
 import os, random, threading
@@ -64,12 +64,19 @@ lock without being in the ledger takes room that was promised."""
 
 
 @pytest.fixture(scope="module")
-def unequal(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def decisions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the stages write their decision logs."""
+    return tmp_path_factory.mktemp("unequal-decisions")
+
+
+@pytest.fixture(scope="module")
+def unequal(model: Path, decisions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("disturb")
     (directory / "sitecustomize.py").write_text(DISTURB)
     flags = ("--wavepp-pool-tokens", ",".join(map(str, POOLS)), "--wavepp-decode-reserve", "64")
+    flags += ("--wavepp-decision-log", str(decisions))
     env = {"PYTHONPATH": str(directory)}
-    with start(model, directory / "log", pp_size=2, wavepp=True, flags=flags, env=env) as server:
+    with start(model, directory / "log", pp_size=len(POOLS), wavepp=True, flags=flags, env=env) as server:
         yield server
 
 
@@ -113,12 +120,15 @@ def test_long_outputs_in_a_tiny_pool(unequal: Server, stock: Server) -> None:
     assert after["held"] == NOTHING
 
 
-def test_three_minutes_of_everything(unequal: Server, stock: Server) -> None:
+def test_a_storm_of_cancellations(unequal: Server, stock: Server, decisions: Path) -> None:
+    """Two minutes of everything; three of ten requests are cancelled, at every point of their way."""
     before = statistics(unequal)
-    soak = Soak(unequal, sessions(stock), seed=1)
-    soak.run(180.0)
+    soak = Soak(unequal, sessions(stock), decisions, seed=1)
+    soak.run(120.0)
     after = statistics(unequal)
-    assert soak.counts["answers"] > 100 and soak.counts["left"] > 5 and soak.counts["flushed"] > 0
+    assert soak.counts["answers"] > 100 and soak.counts["flushed"] > 0
+    assert soak.counts["cancelled"] > 0.2 * soak.counts["answers"]
+    assert all(soak.cancelled_at[point] for point in ("waiting", "admitted", "in its prompt", "decoding"))
     assert after["retracted"] > before["retracted"]
     assert after["reused_tokens"] > before["reused_tokens"]
 
