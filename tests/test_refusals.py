@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -597,57 +598,80 @@ def test_stages_on_the_cpu_platform_get_their_cores(
     assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == "0|0"
 
 
-LAUNCH = ("-m", "sglang.launch_server")
-PROCESSES: dict[str, tuple[tuple[str, ...], str, dict[str, str], str]] = {
-    "one stage": (
-        ("-c", "from sglang.cli.main import main; main()", "serve"),
-        "--pp-size 1",
-        {},
-        "--wavepp needs --pp-size 2 or more: with one stage",
-    ),
-    "a flag": (LAUNCH, "--enable-mixed-chunk", {}, "WavePP does not support --enable-mixed-chunk yet: "),
+COMMANDS: dict[str, tuple[str, dict[str, str], str]] = {
+    "one stage": ("--pp-size 1", {}, "--wavepp needs --pp-size 2 or more: with one stage"),
+    "a flag": ("--enable-mixed-chunk", {}, "WavePP does not support --enable-mixed-chunk yet: "),
     "a flag that SGLang turned on": (
-        LAUNCH,
         "",
         {"SGLANG_GRPC_PORT": "42012"},
         "WavePP does not support --grpc-port yet, which SGLang turned on for this model or environment: ",
     ),
     "a variable": (
-        LAUNCH,
         "",
         {"SGLANG_RADIX_FORCE_MISS": "1"},
         "WavePP does not support SGLANG_RADIX_FORCE_MISS=1 yet: ",
     ),
     "a model": (
-        LAUNCH,
         "--skip-tokenizer-init --model-path {sliding}",
         {},
         "WavePP does not support models with sliding-window layers yet (--model-path, GptOssForCausalLM): ",
     ),
     "a combination": (
-        LAUNCH,
         "--lora-paths a=/a b=/b --max-loras-per-batch 2",
         {},
         "WavePP needs --max-loras-per-batch 3 for 2 --lora-paths: ",
     ),
 }
-"""Kind of refusal -> command, flags, environment, and how the line begins."""
+"""Kind of refusal -> flags, environment, and how the line begins."""
+ENTRIES = {"sglang serve": "one stage", "sglang.launch_server": "a model"}
+"""Entry to SGLang -> the kind of refusal that is tried in a process of its own."""
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
-def test_a_real_process_says_it_in_one_line(kind: str, model: str, tmp_path: Path) -> None:
-    command, flags, environment, text = PROCESSES[kind]
-    model_config("gpt_oss", "GptOssForCausalLM", tmp_path)
-    argv = ["--model-path", model, "--device", "cpu", "--port", "42013", "--mem-fraction-static", "0.5"]
-    argv += ["--wavepp", "--pp-size", "2", *flags.format(sliding=tmp_path).split()]
+@pytest.fixture
+def command(model: str, tmp_path: Path) -> Callable[[str], list[str]]:
+    """The arguments of a server that is refused for a kind of reason."""
+
+    def argv(kind: str) -> list[str]:
+        model_config("gpt_oss", "GptOssForCausalLM", tmp_path)
+        common = ["--model-path", model, "--device", "cpu", "--port", "42013", "--mem-fraction-static", "0.5"]
+        return [*common, "--wavepp", "--pp-size", "2", *COMMANDS[kind][0].format(sliding=tmp_path).split()]
+
+    return argv
+
+
+def check_refusal(kind: str, code: int, output: str) -> None:
+    assert code == 2, output
+    assert "Traceback" not in output
+    (line,) = [x for x in output.splitlines() if x.lower().startswith("error")]
+    assert line.startswith(f"error: {COMMANDS[kind][2]}")
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_the_launcher_says_it_in_one_line(
+    kind: str,
+    command: Callable[[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """SGLang's launcher in this process, up to where it would start others."""
+    from sglang.launch_server import prepare_server_args, run_server
+
+    started = SimpleNamespace(launch_server=lambda record: pytest.fail("it was started"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", started)
+    for name, value in COMMANDS[kind][1].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        run_server(prepare_server_args(command(kind)))
+    check_refusal(kind, int(ended.value.code or 0), "".join(capfd.readouterr()))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_real_process_says_it_in_one_line(entry: str, command: Callable[[str], list[str]]) -> None:
+    how = {
+        "sglang serve": ("-c", "from sglang.cli.main import main; main()", "serve"),
+        "sglang.launch_server": ("-m", "sglang.launch_server"),
+    }[entry]
     done = subprocess.run(
-        [sys.executable, *command, *argv],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, *how, *command(ENTRIES[entry])], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    (line,) = [x for x in (done.stdout + done.stderr).splitlines() if x.lower().startswith("error")]
-    assert line.startswith(f"error: {text}")
+    check_refusal(ENTRIES[entry], done.returncode, done.stdout + done.stderr)
