@@ -139,7 +139,12 @@ class Server:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the server and wait until it answers /health; ServerError if it dies or takes too long."""
+        """`launch` and `wait_ready`."""
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
+        """Start the server's processes, and do not wait for them."""
         if self._process is not None:
             raise ServerError("the server was started already")
         with self.log_path.open("wb") as log:
@@ -152,6 +157,9 @@ class Server:
                 start_new_session=True,
             )
         atexit.register(self.stop)
+
+    def wait_ready(self) -> None:
+        """Wait until it answers /health; if it dies or takes too long it is stopped: ServerError."""
         try:
             self._wait_ready()
         except BaseException:

@@ -40,6 +40,10 @@ CANCELLED = 0.3
 """Share of the requests that are cancelled."""
 LONG = 600
 """Tokens that a request which will be cancelled asks for."""
+COLD = 0.08
+"""Share of the prompt tokens that nothing else begins with."""
+FLAGS = ("--wavepp-decode-reserve", "64", "--wavepp-run-ahead", "4")
+"""Of a server for the load: outputs ask for more room, and a long prompt is not planned at once."""
 GROWTH = 24 * 2**20
 """Bytes that a stage may grow by on average after the first third of the time."""
 
@@ -121,7 +125,7 @@ class Soak:
         started = time.monotonic()
         self._deadline = started + seconds
         jobs: list[Callable[[random.Random], None]] = [self._session] * CLIENTS
-        jobs += [self._burst, self._operator]
+        jobs += [self._burst, self._cold, self._operator]
         with ThreadPoolExecutor(len(jobs)) as pool:
             running = [pool.submit(self._repeat, job, f"{self.seed} {i}") for i, job in enumerate(jobs)]
             self._failed.wait(seconds / 3)
@@ -180,16 +184,27 @@ class Soak:
     def _ask(self, rng: random.Random, turn: Turn) -> None:
         """A turn; or something like it, which is cancelled."""
         if rng.random() < CANCELLED:
-            self._cancel(rng, turn)
+            points = ("at once", "a little later", "after some tokens", "after the last")
+            self._cancel(rng.choice(points), rng, turn)
             return
+        self.counts["prompt tokens"] += len(turn.prompt)
         got = generate(self.server, turn.prompt, len(turn.output))
         assert got.output == turn.output, f"a prompt of {len(turn.prompt)} tokens got another answer"
         self.counts["answers"] += 1
 
-    def _cancel(self, rng: random.Random, turn: Turn) -> None:
-        """A client that aborts its request, or goes away, at a random point of it."""
+    def _cold(self, rng: random.Random) -> None:
+        """A long prompt of its own, which is cancelled in its middle, unless others' waves came first."""
+        if self.counts["cold tokens"] < COLD * self.counts["prompt tokens"]:
+            prompt = rng.choices(VOCABULARY, k=1800)
+            self.counts["cold tokens"] += len(prompt)
+            self._cancel("after some waves", rng, Turn(prompt, []))
+        self._pause(rng, 2.0)
+
+    def _cancel(self, point: str, rng: random.Random, turn: Turn) -> None:
+        """A client that aborts its request, or goes away, at some point of it."""
         rid = f"cancelled-{rng.random()}"
-        point = rng.choice(("at once", "a little later", "after some tokens", "after the last"))
+        self.counts["prompt tokens"] += len(turn.prompt)
+        waves = statistics(self.server)["prefill_waves"] + rng.randrange(1, 4)
         new = len(turn.output) if point == "after the last" else LONG
         sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         body = {"rid": rid, "input_ids": turn.prompt, "stream": True, "sampling_params": sampling}
@@ -199,6 +214,8 @@ class Soak:
             lines = (line for line in answer.iter_lines() if line.startswith(b"data: {"))
             if point == "a little later":
                 self._pause(rng, 1.0)
+            elif point == "after some waves":
+                eventually(lambda: statistics(self.server)["prefill_waves"] > waves, "a wave")
             elif point == "after some tokens":
                 seen.extend(itertools.islice(lines, rng.randrange(1, 20)))
             elif point == "after the last":
@@ -272,13 +289,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = directory / "model"
-        make_model(model, arch="llama", layers=8, hidden=64, context=16384, seed=1)
+        make_model(model, arch="llama", layers=4, hidden=64, context=16384, seed=1)
         with start(model, directory / "stock.log", flags=("--sleep-on-idle",)) as stock:
             expected = sessions(stock)
         decisions = directory / "decisions"
         decisions.mkdir()
-        flags = ("--wavepp-pool-tokens", args.pools, "--wavepp-decode-reserve", "64")
-        flags += ("--wavepp-decision-log", str(decisions))
+        flags = ("--wavepp-pool-tokens", args.pools, "--wavepp-decision-log", str(decisions), *FLAGS)
         log = Path(tempfile.gettempdir()) / "wavepp-soak.log"
         with start(model, log, pp_size=args.pp_size, wavepp=True, flags=flags) as server:
             soak = Soak(server, expected, decisions, args.seed)
