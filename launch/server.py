@@ -139,12 +139,7 @@ class Server:
         return self._process.pid
 
     def start(self) -> None:
-        """`launch` and `wait_ready`."""
-        self.launch()
-        self.wait_ready()
-
-    def launch(self) -> None:
-        """Start the server's processes, and do not wait for them."""
+        """Start the server and wait until it answers /health; ServerError if it dies or takes too long."""
         if self._process is not None:
             raise ServerError("the server was started already")
         with self.log_path.open("wb") as log:
@@ -157,9 +152,6 @@ class Server:
                 start_new_session=True,
             )
         atexit.register(self.stop)
-
-    def wait_ready(self) -> None:
-        """Wait until it answers /health; if it dies or takes too long it is stopped: ServerError."""
         try:
             self._wait_ready()
         except BaseException:

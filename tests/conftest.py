@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,31 +97,30 @@ def eventually(condition: Callable[[], bool], what: str = "it", bound: float = 6
 
 
 class Shared:
-    """The servers that several tests use. Each may be launched before the first test needs it."""
+    """The servers that several tests use. They start one after the other, also while tests run."""
 
-    def __init__(self, make: dict[str, Callable[[], Server]]) -> None:
-        self._make = make
-        self._servers: dict[str, Server] = {}
-        self._ready: set[str] = set()
+    def __init__(self, servers: dict[str, Server]) -> None:
+        self._servers = servers
+        self._pool = ThreadPoolExecutor(1)
+        self._started: dict[str, Future[None]] = {}
 
-    def launch(self, name: str) -> None:
-        """Start a server in the background."""
-        if name not in self._servers:
-            server = self._servers[name] = self._make[name]()
-            server.launch()
+    def start(self, name: str) -> Future[None]:
+        """Start a server in the background, once."""
+        if name not in self._started:
+            self._started[name] = self._pool.submit(self._servers[name].start)
+        return self._started[name]
 
     def ready(self, name: str) -> Server:
         """The server of this name, when it serves."""
-        self.launch(name)
-        if name not in self._ready:
-            self._servers[name].wait_ready()
-            self._ready.add(name)
+        self.start(name).result()
         return self._servers[name]
 
     def stop(self) -> None:
-        """Stop all that were launched."""
+        """Stop all, those that still start, too."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for server in self._servers.values():
             server.stop()
+        self._pool.shutdown()
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -181,18 +181,19 @@ def shared(
         log = logs / "unequal.log"
         return start(model, log, pp_size=len(POOLS), wavepp=True, flags=flags, env=env)
 
-    servers = Shared({"stock": stock, "wave2": wave2, "wave4": wave4, "unequal": unequal})
+    # Made before they start: tests change the environment meanwhile.
+    servers = Shared({make.__name__: make() for make in (stock, wave2, wave4, unequal)})
     yield servers
     servers.stop()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _launched(request: pytest.FixtureRequest) -> None:
-    """Launch the shared servers that the selected tests name."""
+def _started(request: pytest.FixtureRequest) -> None:
+    """Start the shared servers that the selected tests name, in the order in which they come."""
     named = {name for item in request.session.items for name in item.fixturenames}
     for name in ("stock", "wave2", "wave4", "unequal"):
         if name in named:
-            request.getfixturevalue("shared").launch(name)
+            request.getfixturevalue("shared").start(name)
 
 
 @pytest.fixture(scope="session")
