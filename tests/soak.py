@@ -38,7 +38,7 @@ SYSTEM = (1100, 800)
 """Tokens of the prompts that sessions begin with."""
 CANCELLED = 0.3
 """Share of the requests that are cancelled."""
-LONG = 600
+LONG = 300
 """Tokens that a request which will be cancelled asks for."""
 COLD = 0.08
 """Share of the prompt tokens that nothing else begins with."""
@@ -153,7 +153,7 @@ class Soak:
             held = statistics(self.server)["held"]
             assert not any(held.values()), f"something is still held: {held}"
 
-        eventually(ended)
+        eventually(ended, "the end of all requests", bound=300.0)
         nothing_held()
         generate(self.server, [VOCABULARY[0]] * (min(statistics(self.server)["kv_tokens"]) - 16), 1)
         eventually(ended)
