@@ -120,7 +120,7 @@ def _checked(server_args: Any, check: Callable[[Any], None]) -> None:
         return
     try:
         check(server_args)
-    except ConfigError as error:
+    except (ConfigError, HandshakeError) as error:
         flags.fail(server_args, error)
 
 
@@ -148,8 +148,17 @@ def _before_launch(server_args: Any) -> None:
         # SGLang waits a minute for core dumps before it ends a server, whether or not there will be any.
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
     # Python code may have resolved the record before the engine loaded this plugin.
-    for check in (check_given, check_resolved, _hook_engine):
+    for check in (check_given, check_resolved, _check_sglang, _hook_engine):
         _checked(server_args, check)
+
+
+def _check_sglang(server_args: Any) -> None:
+    """Refuse an SGLang that was not tested; the schedulers do so, too, but only when they have loaded all."""
+    from sglang_wavepp import hooks
+
+    config = config_of(server_args)
+    assert config is not None
+    hooks.check_sources(config.allow_untested_sglang)
 
 
 def _set_cpu_environment(processes: int) -> None:

@@ -100,15 +100,20 @@ def install(server_args: Any) -> None:
 
 
 def check(allow_untested: bool) -> None:
-    """Verify that SGLang is the tested one and every hook is in place.
-
-    Raises `HandshakeError`; with `allow_untested` a different SGLang is only warned about.
-    """
+    """Verify that every hook is in place and SGLang is the tested one. Raises `HandshakeError`."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
         raise HandshakeError(f"SGLang did not apply the hook on {missing[0]}")
+    check_sources(allow_untested)
+
+
+def check_sources(allow_untested: bool) -> None:
+    """Verify that SGLang is the tested one.
+
+    Raises `HandshakeError`; with `allow_untested` a different SGLang is only warned about.
+    """
     found = version("sglang")
     tested = TESTED.get(found)
     if tested is None:

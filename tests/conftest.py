@@ -7,10 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import make_adapters
 
 os.environ.setdefault("SGLANG_PLATFORM", "wavepp-cpu")
 
@@ -27,6 +29,8 @@ QUEUED = 8
 """Waiting requests at most, on `wave4`."""
 INTERVAL = 2
 """Decode waves between prefill waves, on `wave4`."""
+POOLS = (4000, 3000, 3500, 3200)
+"""KV tokens of the stages of `unequal`."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def own_log_handlers() -> Iterator[None]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama in float32."""
     path = tmp_path_factory.mktemp("models") / "llama"
-    make_model(path, arch="llama", layers=8, hidden=64, context=16384, seed=1)
+    make_model(path, arch="llama", layers=4, hidden=64, context=16384, seed=1)
     return path
 
 
@@ -92,12 +96,36 @@ def eventually(condition: Callable[[], bool], what: str = "it", bound: float = 6
         threading.Event().wait(0.02)
 
 
-@pytest.fixture(scope="session")
-def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Plain SGLang on one stage: the oracle."""
-    log = tmp_path_factory.mktemp("logs") / "stock.log"
-    with start(model, log, flags=("--sleep-on-idle",)) as server:
-        yield server
+class Shared:
+    """The servers that several tests use. They start one after the other, also while tests run."""
+
+    def __init__(self, servers: dict[str, Server]) -> None:
+        self._servers = servers
+        self._pool = ThreadPoolExecutor(1)
+        self._started: dict[str, Future[None]] = {}
+
+    def start(self, name: str) -> Future[None]:
+        """Start a server in the background, once."""
+        if name not in self._started:
+            self._started[name] = self._pool.submit(self._servers[name].start)
+        return self._started[name]
+
+    def ready(self, name: str) -> Server:
+        """The server of this name, when it serves."""
+        self.start(name).result()
+        return self._servers[name]
+
+    def stop(self) -> None:
+        """Stop all, those that still start, too."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for server in self._servers.values():
+            server.stop()
+        self._pool.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Tests that need no server come first: meanwhile the shared ones start."""
+    items.sort(key=lambda item: "model" in item.fixturenames)
 
 
 @pytest.fixture(scope="session")
@@ -107,27 +135,92 @@ def decisions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wave2(model: Path, decisions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """WavePP on two stages. The small reserve makes every longer output ask for more room."""
-    log = tmp_path_factory.mktemp("logs") / "wave2.log"
-    flags = ("--wavepp-decode-reserve", "64", "--wavepp-decision-log", str(decisions))
-    with start(model, log, pp_size=2, wavepp=True, flags=flags) as server:
-        yield server
+def unequal_decisions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the stages of `unequal` write their decision logs."""
+    return tmp_path_factory.mktemp("unequal-decisions")
 
 
 @pytest.fixture(scope="session")
-def wave4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """WavePP on four stages, KV in pages of 16 tokens, with SGLang's metrics, priorities, decode interval.
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The LoRA adapters of `wave4`."""
+    return make_adapters(model, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="session")
+def shared(
+    model: Path,
+    adapters: dict[str, Path],
+    decisions: Path,
+    unequal_decisions: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Shared]:
+    logs = tmp_path_factory.mktemp("logs")
+
+    def stock() -> Server:
+        return start(model, logs / "stock.log", flags=("--sleep-on-idle",))
+
+    def wave2() -> Server:
+        flags = ("--wavepp-decode-reserve", "64", "--wavepp-decision-log", str(decisions))
+        return start(model, logs / "wave2.log", pp_size=2, wavepp=True, flags=flags)
+
+    def wave4() -> Server:
+        priority = ("--enable-priority-scheduling", "--disable-priority-preemption")
+        limits = ("--max-queued-requests", str(QUEUED), "--prefill-decode-interval", str(INTERVAL))
+        pools = ("--wavepp-pool-tokens", "auto")
+        flags = ("--enable-metrics", "--radix-cache-backend", "wavepp", *priority, *limits, *pools)
+        flags += ("--enable-lora", "--max-loras-per-batch", str(1 + len(adapters)), "--lora-paths")
+        flags += tuple(f"{name}={path}" for name, path in adapters.items())
+        return start(model, logs / "wave4.log", pp_size=4, wavepp=True, page_size=16, flags=flags)
+
+    def unequal() -> Server:
+        from soak import FLAGS
+
+        pools = ",".join(map(str, POOLS))
+        flags = ("--wavepp-pool-tokens", pools, "--wavepp-decision-log", str(unequal_decisions), *FLAGS)
+        env = {"PYTHONPATH": str(Path(__file__).with_name("disturbed"))}
+        log = logs / "unequal.log"
+        return start(model, log, pp_size=len(POOLS), wavepp=True, flags=flags, env=env)
+
+    # Made before they start: tests change the environment meanwhile.
+    servers = Shared({make.__name__: make() for make in (stock, wave2, wave4, unequal)})
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _started(request: pytest.FixtureRequest) -> None:
+    """Start the shared servers that the selected tests name, in the order in which they come."""
+    named = {name for item in request.session.items for name in item.fixturenames}
+    for name in ("stock", "wave2", "wave4", "unequal"):
+        if name in named:
+            request.getfixturevalue("shared").start(name)
+
+
+@pytest.fixture(scope="session")
+def stock(shared: Shared) -> Server:
+    """Plain SGLang on one stage: the oracle."""
+    return shared.ready("stock")
+
+
+@pytest.fixture(scope="session")
+def wave2(shared: Shared) -> Server:
+    """WavePP on two stages. The small reserve makes every longer output ask for more room."""
+    return shared.ready("wave2")
+
+
+@pytest.fixture(scope="session")
+def wave4(shared: Shared) -> Server:
+    """WavePP on four stages, KV in pages of 16 tokens, with LoRA, metrics, priorities, decode interval.
 
     WavePP's cache is chosen by its name, which makes no difference.
     """
-    log = tmp_path_factory.mktemp("logs") / "wave4.log"
-    priority = ("--enable-priority-scheduling", "--disable-priority-preemption")
-    limits = ("--max-queued-requests", str(QUEUED), "--prefill-decode-interval", str(INTERVAL))
-    pools = ("--wavepp-pool-tokens", "auto")
-    flags = ("--enable-metrics", "--radix-cache-backend", "wavepp", *priority, *limits, *pools)
-    with start(model, log, pp_size=4, wavepp=True, page_size=16, flags=flags) as server:
-        yield server
+    return shared.ready("wave4")
+
+
+@pytest.fixture(scope="session")
+def unequal(shared: Shared) -> Server:
+    """WavePP on four stages whose pools differ, and which are disturbed: see `disturbed/sitecustomize.py`."""
+    return shared.ready("unequal")
 
 
 @pytest.fixture(scope="session")

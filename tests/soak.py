@@ -1,21 +1,24 @@
-"""A mixed load for minutes: sessions of several turns, bursts, clients that go away, aborts, flushes, pauses.
+"""A mixed load for minutes: sessions over common prefixes, bursts, cancellations, flushes, pauses.
 
-The suite runs it for three minutes. By itself, on its own servers:
+Three of ten requests are cancelled, by an abort or by a client that goes away, at random points of their way;
+nine of ten prompt tokens are shared with other prompts. The suite runs it for two minutes. By itself, on its
+own servers:
 
-    python tests/soak.py --minutes 30 --pp-size 4 --pools 6000,4000,5000,3500
+    python tests/soak.py --minutes 10 --pp-size 4 --pools 4000,3000,3500,3200
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -27,10 +30,22 @@ from test_oracle import VOCABULARY, generate
 
 from sglang_wavepp.launch.models import make_model
 from sglang_wavepp.launch.server import Server, ServerError
+from sglang_wavepp.messages import Commit, Decision, Drop, Output, Prefill, decode_decision
+from sglang_wavepp.record import read
 
 SESSIONS, TURNS, CLIENTS = 16, 3, 8
-GROWTH = 48 * 2**20
-"""Bytes that all stages together may grow by after the first third of the time."""
+SYSTEM = (1100, 800)
+"""Tokens of the prompts that sessions begin with."""
+CANCELLED = 0.3
+"""Share of the requests that are cancelled."""
+LONG = 300
+"""Tokens that a request which will be cancelled asks for."""
+COLD = 0.08
+"""Share of the prompt tokens that nothing else begins with."""
+FLAGS = ("--wavepp-decode-reserve", "64", "--wavepp-run-ahead", "4")
+"""Of a server for the load: outputs ask for more room, and a long prompt is not planned at once."""
+GROWTH = 24 * 2**20
+"""Bytes that a stage may grow by on average after the first third of the time."""
 
 
 class Turn(NamedTuple):
@@ -39,50 +54,120 @@ class Turn(NamedTuple):
 
 
 def sessions(stock: Server, seed: int = 31) -> list[list[Turn]]:
-    """Sessions of some turns over four system prompts, with plain SGLang's answers."""
+    """Sessions of some turns over two system prompts, with plain SGLang's answers."""
     rng = random.Random(seed)
-    system = [rng.choices(VOCABULARY, k=k) for k in (700, 400, 150, 0)]
+    system = [rng.choices(VOCABULARY, k=k) for k in SYSTEM]
 
     def one(number: int) -> list[Turn]:
         mine = random.Random(f"{seed} {number}")
-        prompt = system[number % len(system)] + mine.choices(VOCABULARY, k=mine.randrange(5, 500))
+        prompt = system[number % len(system)] + mine.choices(VOCABULARY, k=mine.randrange(5, 100))
         turns = []
         for _ in range(TURNS):
             turns.append(Turn(prompt, generate(stock, prompt, mine.randrange(2, 40)).output))
-            prompt = prompt + turns[-1].output + mine.choices(VOCABULARY, k=mine.randrange(1, 100))
+            prompt = prompt + turns[-1].output + mine.choices(VOCABULARY, k=mine.randrange(1, 50))
         return turns
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        return list(pool.map(one, range(SESSIONS)))
+        made = list(pool.map(one, range(SESSIONS)))
+    assert shared(turn.prompt for session in made for turn in session) > 0.9
+    return made
+
+
+def shared(prompts: Iterable[list[int]]) -> float:
+    """Which part of the prompts' tokens an earlier one begins with, too."""
+    seen: set[tuple[int, ...]] = set()
+    tokens = new = 0
+    for prompt in prompts:
+        beginnings = {tuple(prompt[: i + 1]) for i in range(len(prompt))}
+        tokens += len(prompt)
+        new += len(beginnings - seen)
+        seen |= beginnings
+    return 1 - new / tokens
+
+
+def cancelled_at(log: Iterable[Decision]) -> Counter[str]:
+    """How far the requests were that clients cancelled, from a stage's decisions.
+
+    Those that were cancelled before they were admitted have a number and no COMMIT.
+    """
+    state: dict[int, str] = {}
+    cancelled: Counter[str] = Counter()
+    for d in log:
+        if isinstance(d, Commit):
+            state[d.seq] = "admitted"
+        elif isinstance(d, Prefill):
+            state |= {span.seq: "decoding" if span.last else "in its prompt" for span in d.spans}
+        elif isinstance(d, Output):
+            state |= dict.fromkeys(d.finished, "ended")
+        elif isinstance(d, Drop):
+            cancelled.update(state[seq] for seq in d.seqs if not d.retract)
+            state |= dict.fromkeys(d.seqs, "retracted" if d.retract else "ended")
+    cancelled["waiting"] = max(state) + 1 - len(state)
+    cancelled["retracted"] = list(state.values()).count("retracted")
+    return cancelled
 
 
 class Soak:
-    """Runs the load. `counts` says what happened; a wrong answer or an unexpected error raises in `run`."""
+    """Runs the load. `counts` says what happened; a wrong answer or an unexpected error raises in `run`.
 
-    def __init__(self, server: Server, expected: list[list[Turn]], seed: int) -> None:
-        self.server, self.expected, self.seed = server, expected, seed
+    The server has just been started, and writes its decision logs into the folder `decisions`.
+    """
+
+    def __init__(self, server: Server, expected: list[list[Turn]], decisions: Path, seed: int) -> None:
+        self.server, self.expected, self.decisions, self.seed = server, expected, decisions, seed
         self.counts: Counter[str] = Counter()
+        self.cancelled_at: Counter[str] = Counter()
         self._deadline = 0.0
         self._failed = threading.Event()
 
     def run(self, seconds: float) -> None:
-        """Load for so long; then everything must have ended, nothing be held, and the memory be flat."""
+        """Load for so long; then nothing may be left of it, and all stages must have decided the same."""
         started = time.monotonic()
         self._deadline = started + seconds
         jobs: list[Callable[[random.Random], None]] = [self._session] * CLIENTS
-        jobs += [self._burst, self._leaver, self._operator]
+        jobs += [self._burst, self._cold, self._operator]
         with ThreadPoolExecutor(len(jobs)) as pool:
             running = [pool.submit(self._repeat, job, f"{self.seed} {i}") for i, job in enumerate(jobs)]
             self._failed.wait(seconds / 3)
             before = self._memory()
             for job in running:
                 job.result()
-        eventually(lambda: statistics(self.server)["running"] == statistics(self.server)["waiting"] == 0)
-        held = statistics(self.server)["held"]
-        assert not any(held.values()), f"something is still held: {held}"
+        self._is_empty()
         grown = self._memory() - before
         self.counts["grown_bytes"] = grown
-        assert grown < GROWTH, f"the stages grew by {grown / 2**20:.0f} MiB"
+        assert grown < GROWTH * self.server.pp_size, f"the stages grew by {grown / 2**20:.0f} MiB"
+        self._compare_logs()
+
+    def _is_empty(self) -> None:
+        """Nothing runs, waits or is held, and all KV is back.
+
+        A stage that becomes idle compares its free and cached tokens with its pool, by SGLang's own strict
+        check, and ends the server if some are missing. One last prompt takes all but 16 of the smallest pool.
+        """
+
+        def ended() -> bool:
+            now = statistics(self.server)
+            return now["running"] == now["waiting"] == 0
+
+        def nothing_held() -> None:
+            held = statistics(self.server)["held"]
+            assert not any(held.values()), f"something is still held: {held}"
+
+        eventually(ended, "the end of all requests", bound=300.0)
+        nothing_held()
+        generate(self.server, [VOCABULARY[0]] * (min(statistics(self.server)["kv_tokens"]) - 16), 1)
+        eventually(ended)
+        nothing_held()
+        self.server.post("/flush_cache")
+
+    def _compare_logs(self) -> None:
+        logs = sorted(self.decisions.iterdir())
+        assert len(logs) == self.server.pp_size
+        eventually(lambda: len({log.stat().st_size for log in logs}) == 1, "equal length of the logs")
+        entries = list(read(logs[0])[1])
+        assert all(list(read(log)[1]) == entries for log in logs[1:]), "the stages' decision logs differ"
+        self.counts["decisions"] = len(entries)
+        self.cancelled_at = cancelled_at(map(decode_decision, entries))
 
     def _repeat(self, job: Callable[[random.Random], None], seed: str) -> None:
         rng = random.Random(seed)
@@ -96,43 +181,76 @@ class Soak:
     def _memory(self) -> int:
         return sum(psutil.Process(p).memory_info().rss for p in self.server.scheduler_pids().values())
 
-    def _ask(self, turn: Turn) -> None:
+    def _ask(self, rng: random.Random, turn: Turn) -> None:
+        """A turn; or something like it, which is cancelled."""
+        if rng.random() < CANCELLED:
+            points = ("at once", "a little later", "after some tokens", "after the last")
+            self._cancel(rng.choice(points), rng, turn)
+            return
+        self.counts["prompt tokens"] += len(turn.prompt)
         got = generate(self.server, turn.prompt, len(turn.output))
         assert got.output == turn.output, f"a prompt of {len(turn.prompt)} tokens got another answer"
         self.counts["answers"] += 1
-        self.counts["cached"] += got.cached
+
+    def _cold(self, rng: random.Random) -> None:
+        """A long prompt of its own, which is cancelled in its middle, unless others' waves came first."""
+        if self.counts["cold tokens"] < COLD * self.counts["prompt tokens"]:
+            prompt = rng.choices(VOCABULARY, k=1800)
+            self.counts["cold tokens"] += len(prompt)
+            self._cancel("after some waves", rng, Turn(prompt, []))
+        self._pause(rng, 2.0)
+
+    def _cancel(self, point: str, rng: random.Random, turn: Turn) -> None:
+        """A client that aborts its request, or goes away, at some point of it."""
+        rid = f"cancelled-{rng.random()}"
+        self.counts["prompt tokens"] += len(turn.prompt)
+        waves = statistics(self.server)["prefill_waves"] + rng.randrange(1, 4)
+        new = len(turn.output) if point == "after the last" else LONG
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        body = {"rid": rid, "input_ids": turn.prompt, "stream": True, "sampling_params": sampling}
+        seen: deque[bytes] = deque(maxlen=1)
+        with requests.post(f"{self.server.url}/generate", json=body, stream=True, timeout=120) as answer:
+            # The answer has begun, its first line comes with the first token.
+            lines = (line for line in answer.iter_lines() if line.startswith(b"data: {"))
+            if point == "a little later":
+                self._pause(rng, 1.0)
+            elif point == "after some waves":
+                eventually(lambda: statistics(self.server)["prefill_waves"] > waves, "a wave")
+            elif point == "after some tokens":
+                seen.extend(itertools.islice(lines, rng.randrange(1, 20)))
+            elif point == "after the last":
+                seen.extend(lines)
+            way = rng.choice(("aborted", "left"))
+            if way == "aborted":
+                self.server.post("/abort_request", {"rid": rid})
+                for line in lines:
+                    seen.append(line)
+                    # SGLang ignores an abort of a request that it does not know yet.
+                    self.server.post("/abort_request", {"rid": rid})
+        self.counts["cancelled"] += 1
+        self.counts[f"{way} {point}"] += 1
+        if seen:
+            got = json.loads(seen[0].removeprefix(b"data: "))
+            output, end = got["output_ids"], got["meta_info"]["finish_reason"]
+            assert output[: len(turn.output)] == turn.output[: len(output)]
+            if point == "after the last":
+                assert end["type"] == "length"
+            elif way == "aborted" and end["type"] != "abort":
+                # While it is paused, SGLang's front keeps new requests back and loses their aborts.
+                assert point != "after some tokens" and len(output) == LONG, f"{point}: {end}"
+                self.counts["aborts lost to a pause"] += 1
 
     def _session(self, rng: random.Random) -> None:
         for turn in rng.choice(self.expected)[: rng.randrange(1, TURNS + 1)]:
-            self._ask(turn)
+            self._ask(rng, turn)
 
     def _burst(self, rng: random.Random) -> None:
         """Many first turns at once; often with a common system prompt that is not cached."""
         with ThreadPoolExecutor(6) as pool:
-            list(pool.map(self._ask, [session[0] for session in rng.sample(self.expected, 6)]))
+            first = [session[0] for session in rng.sample(self.expected, 6)]
+            list(pool.map(self._ask, [random.Random(rng.random()) for _ in first], first))
         self.counts["bursts"] += 1
         self._pause(rng, 2.0)
-
-    def _leaver(self, rng: random.Random) -> None:
-        """A client that goes away in the middle, or aborts."""
-        turn = rng.choice(self.expected)[-1]
-        rid = f"leaver-{rng.random()}"
-        body = {
-            "rid": rid,
-            "input_ids": turn.prompt,
-            "stream": True,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True},
-        }
-        with requests.post(f"{self.server.url}/generate", json=body, stream=True, timeout=120) as answer:
-            lines = answer.iter_lines()
-            aborts = rng.random() < 0.5
-            # The answer begins before SGLang knows the request; an abort has to come after that.
-            for _ in range(rng.randrange(aborts, 6)):
-                next(lines, None)
-            if aborts:
-                self.server.post("/abort_request", {"rid": rid})
-                assert any(b'"abort"' in line for line in lines)
-        self.counts["left"] += 1
 
     def _operator(self, rng: random.Random) -> None:
         """Flushes, pauses, looks."""
@@ -154,7 +272,7 @@ class Soak:
         else:
             self.server.get("/health", timeout=60)
         self.counts[what] += 1
-        self._pause(rng, 3.0)
+        self._pause(rng, 5.0)
 
     def _pause(self, rng: random.Random, seconds: float) -> None:
         self._failed.wait(rng.uniform(0, seconds))
@@ -163,25 +281,28 @@ class Soak:
 def main() -> None:
     """Soak a server of its own."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--pp-size", type=int, default=4)
-    parser.add_argument("--pools", default="6000,4000,5000,3500", help="KV tokens of each stage")
+    parser.add_argument("--pools", default="4000,3000,3500,3200", help="KV tokens of each stage")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = directory / "model"
-        make_model(model, arch="llama", layers=8, hidden=64, context=16384, seed=1)
+        make_model(model, arch="llama", layers=4, hidden=64, context=16384, seed=1)
         with start(model, directory / "stock.log", flags=("--sleep-on-idle",)) as stock:
             expected = sessions(stock)
-        flags = ("--wavepp-pool-tokens", args.pools, "--wavepp-decode-reserve", "64")
+        decisions = directory / "decisions"
+        decisions.mkdir()
+        flags = ("--wavepp-pool-tokens", args.pools, "--wavepp-decision-log", str(decisions), *FLAGS)
         log = Path(tempfile.gettempdir()) / "wavepp-soak.log"
         with start(model, log, pp_size=args.pp_size, wavepp=True, flags=flags) as server:
-            soak = Soak(server, expected, args.seed)
+            soak = Soak(server, expected, decisions, args.seed)
             try:
                 soak.run(args.minutes * 60)
             finally:
-                print(json.dumps({**soak.counts, "server": statistics(server)}, indent=1))
+                counted = {"cancelled at": soak.cancelled_at, "server": statistics(server)}
+                print(json.dumps({**soak.counts, **counted}, indent=1))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def _is_empty(server: Server) -> None:
 @pytest.fixture
 def other_model(tmp_path: Path) -> Path:
     """The same shapes with other weights."""
-    make_model(tmp_path / "other", arch="llama", layers=8, hidden=64, context=16384, seed=2)
+    make_model(tmp_path / "other", arch="llama", layers=4, hidden=64, context=16384, seed=2)
     return tmp_path / "other"
 
 
@@ -181,8 +181,8 @@ def test_aborts_at_random_moments(wave2: Server, stock: Server) -> None:
     """Hinted, held, committed, between the waves of a prompt, decoding: the others' answers stay right."""
     rng = random.Random(21)
     shared = rng.choices(VOCABULARY, k=1000)
-    prompts = [shared[: rng.randrange(1, 1000)] + rng.choices(VOCABULARY, k=300) for _ in range(48)]
-    victims = {f"v{i}" for i in range(48) if i % 3}
+    prompts = [shared[: rng.randrange(1, 1000)] + rng.choices(VOCABULARY, k=300) for _ in range(30)]
+    victims = {f"v{i}" for i in range(30) if i % 3}
 
     def ask(i: int) -> tuple[str, list[int]]:
         body = {"input_ids": prompts[i], "sampling_params": {"temperature": 0, "max_new_tokens": 30}}
@@ -193,7 +193,7 @@ def test_aborts_at_random_moments(wave2: Server, stock: Server) -> None:
 
     wave2.post("/flush_cache")
     with ThreadPoolExecutor(16) as pool:
-        asked = [pool.submit(ask, i) for i in range(48)]
+        asked = [pool.submit(ask, i) for i in range(30)]
         while not all(f.done() for f in asked):
             wave2.post("/abort_request", {"rid": rng.choice(sorted(victims))})
     ends = [f.result() for f in asked]

@@ -122,16 +122,20 @@ def _runs(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def _faulty(
+def faulty_server(
     model: Path,
     folder: Path,
     *,
     stall: int = LIMIT_S,
     flags: tuple[str, ...] = (),
     dumps: bool = False,
+    more: str = "",
 ) -> Iterator[Faulty]:
-    """With `dumps` SGLang pauses before it ends the server, and then for a minute, as it does by default."""
-    (folder / "sitecustomize.py").write_text(CHANGED_EXECUTOR)
+    """With `dumps` SGLang pauses before it ends the server, and then for a minute, as it does by default.
+
+    `more` is code that each process runs first.
+    """
+    (folder / "sitecustomize.py").write_text(CHANGED_EXECUTOR + more)
     bounds = ("--wavepp-heartbeat-timeout", str(LIMIT_S), "--wavepp-stall-timeout", str(stall))
     env = {"PYTHONPATH": str(folder), "SGLANG_HEALTH_CHECK_TIMEOUT": "3"}
     for kind in ("PYSPY_DUMP", "CUDA_COREDUMP"):
@@ -179,7 +183,7 @@ def _waves(server: Server) -> int:
 
 
 @contextmanager
-def _load(server: Server, count: int, tokens: int = 4000) -> Iterator[list[Future[object]]]:
+def load(server: Server, count: int, tokens: int = 4000) -> Iterator[list[Future[object]]]:
     """`_clients`, and the first waves for them have run."""
     before = _waves(server)
     with _clients(server, count, tokens) as clients:
@@ -187,14 +191,14 @@ def _load(server: Server, count: int, tokens: int = 4000) -> Iterator[list[Futur
         yield clients
 
 
-def _refused(clients: list[Future[object]]) -> None:
+def refused(clients: list[Future[object]]) -> None:
     """None of them got an answer, and none hangs."""
     for client in clients:
         assert isinstance(client.exception(BOUND), ServerError)
 
 
 def test_slow_stage_is_waited_for_and_a_hung_one_is_not(model: Path, stock: Server, tmp_path: Path) -> None:
-    with _faulty(model, tmp_path, dumps=True) as faulty:
+    with faulty_server(model, tmp_path, dumps=True) as faulty:
         server = faulty.server
         faulty.switch("slow", 1)
         began = time.monotonic()
@@ -212,14 +216,14 @@ def test_slow_stage_is_waited_for_and_a_hung_one_is_not(model: Path, stock: Serv
             while not health.done():  # what stage 0 answers by itself is no sign of health
                 refusals += _status_of_a_refusal(server) == 400
             assert health.result() != 200 and refusals > 0
-        _refused(clients)
+        refused(clients)
         why = faulty.ended()
     assert why.startswith("stage 1 ends the server: its loop has made no progress for "), why
     assert "it is running wave " in why, why
 
 
 def test_paused_server_is_not_healthy_and_lost_activations_end_it(model: Path, tmp_path: Path) -> None:
-    with _faulty(model, tmp_path) as faulty:
+    with faulty_server(model, tmp_path) as faulty:
         server = faulty.server
         server.post("/pause_generation", {"mode": "in_place"})
         assert [_health(server), _health(server)] == [503, 503]
@@ -231,26 +235,17 @@ def test_paused_server_is_not_healthy_and_lost_activations_end_it(model: Path, t
         faulty.switch("lose", 0)
         with _clients(server, 3) as clients:
             pass
-        _refused(clients)
+        refused(clients)
         why = faulty.ended()
     assert why.startswith("stage 1 ends the server: its loop has made no progress for "), why
     assert "it is waiting for the activations of wave " in why and "from stage 0" in why, why
 
 
-def test_stage_0_that_is_stopped_under_load_ends_the_server(model: Path, tmp_path: Path) -> None:
-    with _faulty(model, tmp_path) as faulty:
-        with _load(faulty.server, 4) as clients:
-            os.kill(faulty.stages[0], signal.SIGSTOP)
-        _refused(clients)
-        why = faulty.ended()
-    assert why.startswith("stage 1 ends the server: stage 0 was silent for "), why
-
-
 def test_all_may_stand_still_but_not_an_idle_member_alone(model: Path, tmp_path: Path) -> None:
     """A container that is paused and goes on is no fault, however long it was paused."""
-    with _faulty(model, tmp_path) as faulty:
+    with faulty_server(model, tmp_path) as faulty:
         server = faulty.server
-        with _load(server, 4, tokens=100) as clients:
+        with load(server, 4, tokens=100) as clients:
             for pid in faulty.stages.values():
                 os.kill(pid, signal.SIGSTOP)
             threading.Event().wait(1.5 * LIMIT_S)
@@ -264,38 +259,31 @@ def test_all_may_stand_still_but_not_an_idle_member_alone(model: Path, tmp_path:
 
 
 def test_a_death_is_noticed_by_a_stage_that_waits_for_activations(model: Path, tmp_path: Path) -> None:
-    with _faulty(model, tmp_path, stall=600) as faulty:
+    with faulty_server(model, tmp_path, stall=600) as faulty:
         faulty.switch("lose", 0)
-        with _load(faulty.server, 2) as clients:
+        with load(faulty.server, 2) as clients:
             os.kill(faulty.stages[0], signal.SIGKILL)
-        _refused(clients)
+        refused(clients)
         why = faulty.ended()
     assert why == f"stage 1 ends the server: the process of stage 0 (pid {faulty.stages[0]}) is gone"
     assert "Loop of stage 1 failed" not in faulty.server.log_path.read_text()
 
 
-def test_killed_main_process_leaves_no_stage_behind(model: Path, tmp_path: Path) -> None:
-    """Not even one that waits for activations."""
-    with _faulty(model, tmp_path, stall=600) as faulty:
-        faulty.switch("lose", 0)
-        with _load(faulty.server, 2) as clients:
-            os.kill(faulty.server.pid, signal.SIGKILL)
-        _refused(clients)
-        faulty.ended()
-
-
 def test_a_full_disk_keeps_nobody_from_serving_nor_from_ending(model: Path, tmp_path: Path) -> None:
-    """Nothing can be logged, and SGLang fails when it wants to dump requests before it ends."""
+    """Nothing can be logged, and SGLang fails when it wants to dump requests before it ends.
+
+    Here stage 1 ends the server, because stage 0 is stopped.
+    """
     flags = ("--log-requests", "--crash-dump-folder", "/proc/nowhere")
-    with _faulty(model, tmp_path, flags=flags) as faulty:
+    with faulty_server(model, tmp_path, flags=flags) as faulty:
         server, size = faulty.server, faulty.fill_disk()
         with _clients(server, 4, tokens=8) as clients:
             pass
         assert [len(c.result()["output_ids"]) for c in clients] == [8] * 4  # type: ignore[index]
         assert _health(server) == 200
-        with _load(server, 4) as clients:
-            os.kill(faulty.stages[1], signal.SIGSTOP)
-        _refused(clients)
+        with load(server, 4) as clients:
+            os.kill(faulty.stages[0], signal.SIGSTOP)
+        refused(clients)
         assert faulty.ended() == ""
         assert server.log_path.stat().st_size == size
 
@@ -507,13 +495,17 @@ def test_silence_is_noticed_also_while_the_loop_keeps_the_guard(watched: Callabl
     assert why.startswith("stage 0 was silent for 1 s"), why
 
 
-def test_a_death_is_noticed_also_while_the_loop_keeps_the_guard(watched: Callable[..., Watched]) -> None:
-    stage = watched(1)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_death_is_noticed_also_while_the_loop_keeps_the_guard(
+    rank: int, watched: Callable[..., Watched]
+) -> None:
+    stage = watched(rank)
     stage.progress.at("loading weights", long=True)
     with stage.guard:
         stage.wave.mail.post(stage.wave.guarded().__enter__)
         stage.peer.kill()
-        assert stage.reason.result(BOUND) == f"the process of stage 0 (pid {stage.peer.pid}) is gone"
+        why = stage.reason.result(BOUND)
+    assert why == f"the process of stage {1 - rank} (pid {stage.peer.pid}) is gone"
 
 
 def test_a_late_stage_of_a_long_pipeline_waits_for_all_before_it(watched: Callable[..., Watched]) -> None:

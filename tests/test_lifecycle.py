@@ -1,19 +1,15 @@
-"""Start, idleness and the end of a server, with real processes."""
+"""What a server takes while it serves: no time when idle, no more memory with time."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
-import pytest
-from conftest import NOTHING, start, statistics
+from conftest import NOTHING, statistics
 
-from sglang_wavepp.launch.server import Server, ServerError
+from sglang_wavepp.launch.server import Server
 
 IDLE_WINDOW_S = 5.0
 
@@ -37,52 +33,6 @@ def test_idle_stages_sleep(wave4: Server) -> None:
     assert len(wave4.post("/generate", body)["output_ids"]) <= 2
 
 
-def _kill_and_check(server: Server, victim: int) -> None:
-    os.kill(server.scheduler_pids()[victim], signal.SIGKILL)
-    deadline = time.monotonic() + 30.0
-    with pytest.raises(ServerError):
-        while time.monotonic() < deadline:
-            server.check()
-            threading.Event().wait(0.05)
-    assert f"the process of stage {victim} " in server.log_path.read_text()
-
-
-def _changed_sglang(tmp_path: Path) -> dict[str, str]:
-    """An environment in which an SGLang function looks different from the tested one."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "try:\n"
-        "    import sglang_wavepp.tested as t\n"
-        "    table = next(iter(t.TESTED.values()))\n"
-        "    table['sglang.srt.mem_cache.common.release_kv_cache'] = 'changed'\n"
-        "except ImportError:\n"
-        "    pass\n"
-    )
-    return {"PYTHONPATH": str(tmp_path)}
-
-
-def test_untested_sglang_is_refused(model: Path, tmp_path: Path) -> None:
-    log = tmp_path / "refused.log"
-    with (
-        pytest.raises(ServerError),
-        start(model, log, pp_size=2, wavepp=True, env=_changed_sglang(tmp_path)),
-    ):
-        raise AssertionError("it must not serve")
-    text = log.read_text()
-    assert "differs from the tested one in sglang.srt.mem_cache.common.release_kv_cache" in text
-    assert "Traceback" not in text
-
-
-def test_untested_sglang_can_be_allowed(model: Path, tmp_path: Path) -> None:
-    """The flag turns the refusal into a warning, and nothing else: a killed member still ends the server."""
-    flags = ("--wavepp-allow-untested-sglang",)
-    env = _changed_sglang(tmp_path)
-    with start(model, tmp_path / "warned.log", pp_size=2, wavepp=True, env=env, flags=flags) as server:
-        body = {"input_ids": [400, 401], "sampling_params": {"temperature": 0, "max_new_tokens": 3}}
-        assert server.post("/generate", body)["meta_info"]["prompt_tokens"] == 2
-        assert "serving all the same" in server.log_path.read_text()
-        _kill_and_check(server, 1)
-
-
 def test_memory_stays_flat(wave2: Server) -> None:
     """After a warm-up, hundreds of requests leave every stage's memory where it was."""
     pids = list(wave2.scheduler_pids().values())
@@ -90,7 +40,7 @@ def test_memory_stays_flat(wave2: Server) -> None:
     def load(seed: int) -> None:
         def one(i: int) -> None:
             body = {
-                "input_ids": [300 + (seed * 31 + i * 7 + k * k) % 700 for k in range(400)],
+                "input_ids": [300 + (seed * 31 + i * 7 + k * k) % 700 for k in range(100)],
                 "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
             }
             wave2.post("/generate", body)

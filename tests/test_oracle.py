@@ -149,14 +149,17 @@ def test_the_prefix_goes_on_when_its_first_request_is_aborted(wave2: Server) -> 
     assert computed <= TRUNK + LIMB + 15 * OWN + BUDGET
 
 
+def _at_once(server: Server, prompts: list[list[int]], new: int) -> list[list[int]]:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt: generate(server, prompt, new).output, prompts))
+
+
 def test_more_requests_than_room_all_finish(wave2: Server, stock: Server) -> None:
     """Prompts and outputs of together twice the pool: admission waits, decode grows, nothing is lost."""
     rng = random.Random(5)
     prompts = [rng.choices(VOCABULARY, k=1200) for _ in range(20)]
     wave2.post("/flush_cache")
-    with ThreadPoolExecutor(20) as pool:
-        got = list(pool.map(lambda p: generate(wave2, p, 24).output, prompts))
-    assert got == [generate(stock, p, 24).output for p in prompts]
+    assert _at_once(wave2, prompts, 24) == _at_once(stock, prompts, 24)
 
 
 def test_retraction_keeps_answers(wave2: Server, stock: Server) -> None:
@@ -164,9 +167,7 @@ def test_retraction_keeps_answers(wave2: Server, stock: Server) -> None:
     rng = random.Random(6)
     prompts = [rng.choices(VOCABULARY, k=1500) for _ in range(6)]
     wave2.post("/flush_cache")
-    with ThreadPoolExecutor(6) as pool:
-        got = list(pool.map(lambda p: generate(wave2, p, 200).output, prompts))
-    assert got == [generate(stock, p, 200).output for p in prompts]
+    assert _at_once(wave2, prompts, 200) == _at_once(stock, prompts, 200)
     after = statistics(wave2)
     assert after["retracted"] > 0
     assert after["held"] == NOTHING

@@ -11,6 +11,8 @@ from test_oracle import VOCABULARY
 
 from sglang_wavepp.launch.server import Server, ServerError
 
+MORE_THAN_HALF = POOL * 51 // 100
+
 
 def _ask(server: Server, length: int, new: int, **fields: Any) -> Any:
     rng = random.Random(length)
@@ -30,11 +32,11 @@ def test_higher_priorities_go_first(wave4: Server) -> None:
     order: list[int] = []
 
     def wait(priority: int) -> None:
-        _ask(wave4, POOL * 6 // 10 + priority, 1, priority=priority)
+        _ask(wave4, MORE_THAN_HALF + priority, 1, priority=priority)
         order.append(priority)
 
     with ThreadPoolExecutor(2 + len(priorities)) as pool:
-        first = pool.submit(_ask, wave4, POOL * 6 // 10, 3000, rid="first", priority=0)
+        first = pool.submit(_ask, wave4, MORE_THAN_HALF, 3000, rid="first", priority=0)
         eventually(lambda: statistics(wave4)["running"] == 1)
         waiting = {priority: pool.submit(wait, priority) for priority in priorities}
         eventually(lambda: statistics(wave4)["waiting"] == QUEUED)

@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_wavepp.config import config_of
-from sglang_wavepp.errors import ConfigError
+from sglang_wavepp.errors import ConfigError, HandshakeError
+from sglang_wavepp.hooks import HOOKS, check
 from sglang_wavepp.launch import refusals
 from sglang_wavepp.launch.flags import engine_args
 from sglang_wavepp.launch.models import make_model
 from sglang_wavepp.launch.refusals import ALLOWED, FILLED_IN, REASONS, UNTESTED, VALUES, flag_of, reason_of
+from sglang_wavepp.tested import TESTED
 
 pytestmark = pytest.mark.usefixtures("sglang_with_plugins", "own_log_handlers")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(tmp_path_factory.mktemp("model") / "llama", layers=2, hidden=32, context=4096))
 
 
 @pytest.fixture
-def start(model: str) -> Callable[..., Any]:
+def start(tiny_model: str) -> Callable[..., Any]:
     """Parse and resolve a command line as the launcher does; returns the record."""
 
     def run(*argv: str, base: tuple[str, ...] = ("--wavepp", "--pp-size", "2")) -> Any:
         from sglang.srt.server_args import prepare_server_args
 
-        record = prepare_server_args(["--model-path", model, "--device", "cpu", *base, *argv])
+        record = prepare_server_args(["--model-path", tiny_model, "--device", "cpu", *base, *argv])
         record.resolve_once()
         record.check_server_args()
         return record
@@ -176,17 +181,19 @@ def test_an_ordinary_server_is_accepted(start: Callable[..., Any], tmp_path: Pat
     ],
     ids=lambda argv: argv[0],
 )
-def test_options_of_ordinary_servers_are_given_freely(argv: list[str], model: str) -> None:
+def test_options_of_ordinary_servers_are_given_freely(argv: list[str], tiny_model: str) -> None:
     from sglang.srt.server_args import prepare_server_args
 
-    refusals.check_given(prepare_server_args(["--model-path", model, "--wavepp", "--pp-size", "2", *argv]))
+    refusals.check_given(
+        prepare_server_args(["--model-path", tiny_model, "--wavepp", "--pp-size", "2", *argv])
+    )
 
 
 SERVED: dict[str, tuple[str, str]] = {
     "overlap schedule, which SGLang turns off": ("", "test_oracle.py::test_answers_equal_plain_sglang"),
     "static LoRA adapters": (
         "--lora-paths a=/a b=/b --max-loras-per-batch 3",
-        "test_lora.py::test_answers_and_reuse_equal_plain_sglang",
+        "test_lora.py::test_answers_and_reuse_equal_those_of_merged_weights",
     ),
     "grammars": ("--grammar-backend xgrammar", "test_parity.py::test_same_answer"),
     "retraction": ("--max-total-tokens 10000", "test_oracle.py::test_retraction_keeps_answers"),
@@ -241,13 +248,13 @@ def test_wavepps_cache_alone_is_refused(refused: Callable[..., str]) -> None:
     assert line == "error: --radix-cache-backend wavepp needs --wavepp"
 
 
-def test_the_engine_gets_an_exception(model: str) -> None:
-    record = engine_args(model_path=model, device="cpu", pp_size=2, enable_mixed_chunk=True)
+def test_the_engine_gets_an_exception(tiny_model: str) -> None:
+    record = engine_args(model_path=tiny_model, device="cpu", pp_size=2, enable_mixed_chunk=True)
     with pytest.raises(
         ConfigError, match=r"^WavePP does not support --enable-mixed-chunk yet: stage 0 plans"
     ):
         record.resolve_once()
-    engine_args(model_path=model, device="cpu", pp_size=2, mem_fraction_static=0.5).resolve_once()
+    engine_args(model_path=tiny_model, device="cpu", pp_size=2, mem_fraction_static=0.5).resolve_once()
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -384,6 +391,24 @@ def test_one_stage_is_refused(refused: Callable[..., str]) -> None:
     expected = "error: --wavepp needs --pp-size 2 or more: with one stage there is nothing to pipeline"
     assert refused(base=("--wavepp",)) == expected
     assert refused(base=("--wavepp", "--pp-size", "1")) == expected
+
+
+def test_an_sglang_that_was_not_tested_is_refused(
+    refused: Callable[..., str], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is started, and once more in each stage: see test_no_radix_cache.py."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    function = "sglang.srt.mem_cache.common.release_kv_cache"
+    monkeypatch.setitem(TESTED[version("sglang")], function, "changed")
+    problem = f"SGLang {version('sglang')} differs from the tested one in {function} "
+    assert refused() == f"error: {problem}(--wavepp-allow-untested-sglang serves all the same)"
+    with monkeypatch.context() as patch, pytest.raises(HandshakeError, match=f"^{re.escape(problem)}"):
+        patch.setattr(HookRegistry, "_patched", HOOKS)
+        check(allow_untested=False)
+    start("--wavepp-allow-untested-sglang")
+    monkeypatch.delitem(TESTED, version("sglang"))
+    assert "was not tested with this WavePP; tested: " in refused()
 
 
 def test_a_model_without_configuration_is_refused(refused: Callable[..., str]) -> None:
@@ -616,57 +641,89 @@ def test_stages_on_the_cpu_platform_get_their_cores(
     assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == "0|0"
 
 
-LAUNCH = ("-m", "sglang.launch_server")
-PROCESSES: dict[str, tuple[tuple[str, ...], str, dict[str, str], str]] = {
-    "one stage": (
-        ("-c", "from sglang.cli.main import main; main()", "serve"),
-        "--pp-size 1",
-        {},
-        "--wavepp needs --pp-size 2 or more: with one stage",
-    ),
-    "a flag": (LAUNCH, "--enable-mixed-chunk", {}, "WavePP does not support --enable-mixed-chunk yet: "),
+COMMANDS: dict[str, tuple[str, dict[str, str], str]] = {
+    "one stage": ("--pp-size 1", {}, "--wavepp needs --pp-size 2 or more: with one stage"),
+    "a flag": ("--enable-mixed-chunk", {}, "WavePP does not support --enable-mixed-chunk yet: "),
     "a flag that SGLang turned on": (
-        LAUNCH,
         "",
         {"SGLANG_GRPC_PORT": "42012"},
         "WavePP does not support --grpc-port yet, which SGLang turned on for this model or environment: ",
     ),
     "a variable": (
-        LAUNCH,
         "",
         {"SGLANG_RADIX_FORCE_MISS": "1"},
         "WavePP does not support SGLANG_RADIX_FORCE_MISS=1 yet: ",
     ),
     "a model": (
-        LAUNCH,
         "--skip-tokenizer-init --model-path {sliding}",
         {},
         "WavePP does not support models with sliding-window layers yet (--model-path, GptOssForCausalLM): ",
     ),
     "a combination": (
-        LAUNCH,
         "--lora-paths a=/a b=/b --max-loras-per-batch 2",
         {},
         "WavePP needs --max-loras-per-batch 3 for 2 --lora-paths: ",
     ),
 }
-"""Kind of refusal -> command, flags, environment, and how the line begins."""
+"""Kind of refusal -> flags, environment, and how the line begins."""
+ENTRIES = {"sglang serve": "one stage", "sglang.launch_server": "a model"}
+"""Entry to SGLang -> the kind of refusal that is tried in a process of its own."""
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
-def test_a_real_process_says_it_in_one_line(kind: str, model: str, tmp_path: Path) -> None:
-    command, flags, environment, text = PROCESSES[kind]
-    model_config("gpt_oss", "GptOssForCausalLM", tmp_path)
-    argv = ["--model-path", model, "--device", "cpu", "--port", "42013", "--mem-fraction-static", "0.5"]
-    argv += ["--wavepp", "--pp-size", "2", *flags.format(sliding=tmp_path).split()]
+@pytest.fixture
+def command(tiny_model: str, tmp_path: Path) -> Callable[[str], list[str]]:
+    """The arguments of a server that is refused for a kind of reason."""
+
+    def argv(kind: str) -> list[str]:
+        model_config("gpt_oss", "GptOssForCausalLM", tmp_path)
+        common = [
+            "--model-path",
+            tiny_model,
+            "--device",
+            "cpu",
+            "--port",
+            "42013",
+            "--mem-fraction-static",
+            "0.5",
+        ]
+        return [*common, "--wavepp", "--pp-size", "2", *COMMANDS[kind][0].format(sliding=tmp_path).split()]
+
+    return argv
+
+
+def check_refusal(kind: str, code: int, output: str) -> None:
+    assert code == 2, output
+    assert "Traceback" not in output
+    (line,) = [x for x in output.splitlines() if x.lower().startswith("error")]
+    assert line.startswith(f"error: {COMMANDS[kind][2]}")
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_the_launcher_says_it_in_one_line(
+    kind: str,
+    command: Callable[[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """SGLang's launcher in this process, up to where it would start others."""
+    from sglang.launch_server import prepare_server_args, run_server
+
+    started = SimpleNamespace(launch_server=lambda record: pytest.fail("it was started"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", started)
+    for name, value in COMMANDS[kind][1].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        run_server(prepare_server_args(command(kind)))
+    check_refusal(kind, int(ended.value.code or 0), "".join(capfd.readouterr()))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_real_process_says_it_in_one_line(entry: str, command: Callable[[str], list[str]]) -> None:
+    how = {
+        "sglang serve": ("-c", "from sglang.cli.main import main; main()", "serve"),
+        "sglang.launch_server": ("-m", "sglang.launch_server"),
+    }[entry]
     done = subprocess.run(
-        [sys.executable, *command, *argv],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, *how, *command(ENTRIES[entry])], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    (line,) = [x for x in (done.stdout + done.stderr).splitlines() if x.lower().startswith("error")]
-    assert line.startswith(f"error: {text}")
+    check_refusal(ENTRIES[entry], done.returncode, done.stdout + done.stderr)
