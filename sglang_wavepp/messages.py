@@ -218,10 +218,14 @@ class ControlDone(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """A member lives. `doing` says what its loop is at, `applied` how far it is in the log."""
+    """A member lives. `doing` says what its loop is at, `applied` how far it is in the log.
+
+    `took` says how long it took for its latest prefill waves: (wave, microseconds). Empty if nobody learns.
+    """
 
     applied: int
     doing: str
+    took: list[tuple[int, int]] = []
 
 
 # --- decisions -------------------------------------------------------------------------------

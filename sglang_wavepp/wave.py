@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 """Heartbeats are sent and time limits looked at this often, or more often if a limit is short."""
+_TIMES = 128
+"""Waves at most whose times a heartbeat carries: enough to learn from."""
 
 
 def digest_of(payload: bytes, chain: bytes) -> int:
@@ -202,6 +204,8 @@ class MemberWave(Wave):
         self._latest_offer = -1
         self._forgotten: set[int] = set()
         """Requests that were forgotten before their offer came: it takes the other socket."""
+        self._took: list[tuple[int, int]] = []
+        """How long the stage took for prefill waves, to go with the next heartbeat."""
 
     # --- called by the loop ------------------------------------------------------------------
 
@@ -209,11 +213,16 @@ class MemberWave(Wave):
         """Send to stage 0."""
         self.mail.post(partial(self._plane.send, message))
 
+    def took(self, times: list[tuple[int, int]]) -> None:
+        """How long this stage took for prefill waves: (wave, microseconds)."""
+        self.mail.post(partial(self._took.extend, times))
+
     # --- the thread --------------------------------------------------------------------------
 
     def _beat(self) -> None:
         loop = self.stage.loop
-        self._plane.send(Beat(loop.log.position, loop.progress.doing))
+        self._plane.send(Beat(loop.log.position, loop.progress.doing, self._took[-_TIMES:]))
+        self._took.clear()
 
     def _turn(self) -> None:
         for message, bulk in self._plane.receive():

@@ -33,6 +33,7 @@ from sglang_wavepp.messages import (
     decode_from_member,
     encode,
 )
+from sglang_wavepp.mpu import PLANNERS, WaveLimits
 from sglang_wavepp.radix.protocol import LockedPrefix, Match
 from sglang_wavepp.sequencer import Sequencer
 
@@ -334,12 +335,15 @@ class Cluster:
         budget: int = 32,
         reserve: int = 8,
         interval: int = 0,
+        planner: str = "static",
     ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.to_leader: list[deque[bytes]] = [deque() for _ in range(stages)]
         self.to_member: list[deque[bytes]] = [deque() for _ in range(stages)]
         self.stages = [SimStage(r, self, pools[r], rows, page) for r in range(stages)]
+        limits = WaveLimits(stages=stages, ring=2 * stages, budget=budget, align=page)
+        self.planner = PLANNERS[planner](limits)
         self.leader = Leader(
             Limits(
                 stages=stages,
@@ -348,14 +352,13 @@ class Cluster:
                 page=page,
                 reserve=reserve,
                 block=4 * page,
-                ahead=2 * budget,
+                ahead=self.planner.ahead,
                 round_bound=1e9,
             ),
             lambda: self.now,
         )
         self.sequencer = Sequencer(
-            budget=budget,
-            page=page,
+            planner=self.planner,
             run_ahead=2 * stages,
             groups=stages,
             growth=reserve,
@@ -573,6 +576,9 @@ class Cluster:
         d = stage.log.read(position, entry)
         assert stage.log.digest == self.position_digests[stage.log.position]
         stage.apply(d)
+        if isinstance(d, Prefill):
+            tokens = sum(span.end - span.begin for span in d.spans)
+            self.sequencer.took(rank, d.wave, 20 + (rank + 1) * tokens)
         if rank == len(self.stages) - 1 and isinstance(d, Prefill | Decode):
             tokens = [self.sample() for _ in stage.waves[d.wave]]
             self.to_leader[rank].append(encode(WaveDone(d.wave, 1, tokens, b"")))

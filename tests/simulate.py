@@ -57,6 +57,7 @@ class Simulation(Cluster):
             budget=draw.choice((8, 32, 64)) * page,
             reserve=draw.choice((1, 8, 8, 20)),
             interval=draw.choice((0, 0, 2)),
+            planner=("static", "mpu", "timed")[seed % 3],
         )
         self.seed = seed
         self.trace: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=TRACED)
