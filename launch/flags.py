@@ -100,8 +100,8 @@ OPTIONS: Mapping[str, Option] = {
         "WAVES",
     ),
     "planner": Option(
-        "How prompts are cut into prefill waves: --chunked-prefill-size each (static), smaller ones while there "
-        "are too few to fill the pipeline, by tokens (mpu) or by the time that the stages take (timed).",
+        "How prompts are cut into prefill waves: --chunked-prefill-size each (static), smaller ones while "
+        "there are too few to fill the pipeline, by tokens (mpu) or by the time that stages take (timed).",
         planner,
         "|".join(PLANNERS),
     ),

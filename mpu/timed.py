@@ -4,8 +4,9 @@ A pipeline whose stages take equally long for a wave is a proportionate flow sho
 on each of P stages are through after sum(t) + (P - 1) * max(t), in whatever order: the bubbles of filling and
 draining depend on the longest wave alone (Pinedo, Scheduling, section 6.1). Two things follow. Small waves at
 the beginning or the end of the work win nothing, so the target is one time for all. And a wave costs
-something besides its tokens, c, so n equal waves for work T are through after (n + P - 1) * (T / n + c), which
-is least for n = sqrt((P - 1) * T / c). Where stages differ, P is the sum of their times over the longest.
+something besides its tokens, c, so n equal waves for work T are through after (n + P - 1) * (T / n + c),
+which is least for n = sqrt((P - 1) * T / c). Where stages differ, P is the sum of their times over the
+longest.
 
 The target is that number of waves, but not more than the ring R holds: with as many under way no stage waits
 for one, even if new work keeps coming, and each more would only cost c. T is all work that is known and not
