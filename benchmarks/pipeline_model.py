@@ -17,6 +17,7 @@ import math
 import random
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,14 @@ ROUNDS = 4
 GOAL = 0.10
 
 
+_outcomes: dict[tuple[str, int, int, Profile, ServerOptions], Outcome] = {}
+
+
 class Settings:
-    """Servers and profiles, with the changes of a fit; outcomes are kept."""
+    """Servers and profiles, with the changes of a fit."""
 
     def __init__(self, changes: Mapping[str, Mapping[str, float]] | None = None) -> None:
         self._changes = dict(changes or {})
-        self._outcomes: dict[tuple[str, int, str, int], Outcome] = {}
 
     def profile(self, name: str) -> Profile:
         return dataclasses.replace(load_profile(name), **self._changes.get(name, {}))  # type: ignore[arg-type]
@@ -49,17 +52,17 @@ class Settings:
         return self.profile(options.pop("profile")), ServerOptions(**options)
 
     def outcome(self, workload: str, concurrency: int, name: str, rounds: int = ROUNDS) -> Outcome:
-        key = (workload, concurrency, name, rounds)
-        if key not in self._outcomes:
+        profile, options = self.server(name)
+        key = (workload, concurrency, rounds, profile, options)
+        if key not in _outcomes:
             of = CELLS["workloads"][workload]["of"]
             count = max(rounds * concurrency, len(of))
             requests = [Offered(**of[i % len(of)]) for i in range(count)]
-            profile, options = self.server(name)
             server = PipelineServer(profile, options)
             if options.planner == "timed":
                 server.learn([Offered(tokens=131072)])
-            self._outcomes[key] = server.run(requests, concurrency)
-        return self._outcomes[key]
+            _outcomes[key] = server.run(requests, concurrency)
+        return _outcomes[key]
 
     def throughput(self, workload: str, concurrency: int, name: str) -> float:
         return self.outcome(workload, concurrency, name).throughput
@@ -143,18 +146,24 @@ def fit() -> dict[str, dict[str, float]]:
     changes: dict[str, dict[str, float]] = {}
     figures = {f["name"]: f for f in PAPER["figure"]}
     for group, parameters in PARAMETERS.items():
-
-        def residuals(x: np.ndarray, group: str = group) -> np.ndarray:
-            trial = Settings(_changed(changes, PARAMETERS[group], x))
-            fitted = [figures[name] for name in FITTED[group]]
-            return np.array([math.log(value(trial, f) / f["value"]) for f in fitted])
-
-        x = _minimise(residuals, np.log([_now(owner, name) for owner, name in parameters]))
+        fitted = [figures[name] for name in FITTED[group]]
+        off = partial(_off, changes, parameters, fitted)
+        x = _minimise(off, np.log([_now(owner, name) for owner, name in parameters]))
+        print(f"{group}: log(predicted / quoted) {np.round(off(x), 3).tolist()}", flush=True)
         changes = _changed(changes, parameters, x)
-        print(f"{group}: residuals {np.round(residuals(x), 3).tolist()}", flush=True)
         for owner, name in parameters:
             print(f"  {owner}: {name} = {changes[owner][name]:.4g}", flush=True)
     return changes
+
+
+def _off(
+    changes: Mapping[str, Mapping[str, float]],
+    parameters: Sequence[tuple[str, str]],
+    fitted: Iterable[Mapping[str, Any]],
+    x: np.ndarray,
+) -> np.ndarray:
+    trial = Settings(_changed(changes, parameters, x))
+    return np.array([math.log(value(trial, f) / f["value"]) for f in fitted])
 
 
 def _now(owner: str, name: str) -> float:
@@ -177,10 +186,10 @@ def _changed(
 def _minimise(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
     step, damping = 0.05, 1e-2
     now = residuals(x)
-    for _ in range(8):
+    for _ in range(4):
         columns = [(residuals(x + step * unit) - now) / step for unit in np.eye(len(x))]
         jacobian = np.stack(columns, axis=1)
-        for _ in range(4):
+        for _ in range(3):
             normal = jacobian.T @ jacobian + damping * np.eye(len(x))
             move = np.clip(np.linalg.solve(normal, -jacobian.T @ now), -0.7, 0.7)
             then = residuals(x + move)

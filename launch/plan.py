@@ -38,7 +38,7 @@ FORMAT = """FILE has one JSON object a line, in any order:
 """
 
 _TAKEN = 0.99
-"""Of two budgets whose throughput differs by less than this, the one with the shorter p95 completion is better."""
+"""Of budgets whose throughput is at least this part of the best, the one with the shortest p95 is best."""
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,13 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = FORMAT
-    parser.add_argument("--requests", required=True, metavar="FILE", help="the requests, see below; - for stdin")
+    parser.add_argument(
+        "--requests", required=True, metavar="FILE", help="the requests, see below; - for stdin"
+    )
     parser.add_argument("--stages", type=positive_int, default=8, metavar="N", help="pipeline stages (8)")
     parser.add_argument(
         "--profile",
         default="profile-kimi-k3-gb300",
         metavar="X",
-        help="what model and device cost: a .toml file, or one that comes with WavePP (profile-kimi-k3-gb300)",
+        help="what model and device cost: a .toml file, or a name (profile-kimi-k3-gb300)",
     )
     parser.add_argument(
         "--planner",
@@ -109,9 +111,7 @@ def run(options: argparse.Namespace) -> int:
     for planner in {row["planner"] for row in rows}:
         best = max((r for r in rows if r["planner"] == planner), key=lambda r: r["tokens_per_s"])
         good = [
-            r
-            for r in rows
-            if r["planner"] == planner and r["tokens_per_s"] >= _TAKEN * best["tokens_per_s"]
+            r for r in rows if r["planner"] == planner and r["tokens_per_s"] >= _TAKEN * best["tokens_per_s"]
         ]
         min(good, key=lambda r: r["completion_s"]["p95"])["best_budget"] = True
     if options.plot:

@@ -16,6 +16,22 @@ ENDLESS = 1 << 60
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class _Entry:
+    name: Hashable
+    tokens: int
+    locks: list[int] = dataclasses.field(default_factory=list)
+    """How many of its first tokens each lock protects."""
+
+    @property
+    def locked(self) -> int:
+        return max(self.locks, default=0)
+
+
+Lock = tuple[_Entry, int]
+"""A lock on the first tokens of an entry."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Prompt:
     """A request's prompt on its way through the server; also its `Prefix`."""
 
@@ -24,7 +40,7 @@ class Prompt:
     name: Hashable
     shared: int
     """Tokens that it has in common with others of that name, or finds in the cache."""
-    lock: _Entry | None = None
+    lock: Lock | None = None
     private: int = 0
     """KV tokens that it alone has."""
 
@@ -32,13 +48,6 @@ class Prompt:
     def max_boundary(self) -> int:
         """One token at least is computed."""
         return self.length - 1
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Entry:
-    name: Hashable
-    tokens: int
-    locks: int = 0
 
 
 class PrefixStore:
@@ -63,19 +72,20 @@ class PrefixStore:
         return Match(min(self.hint(prefix), limit))
 
     def lock(self, prefix: Prompt, match: Match) -> LockedPrefix:
-        """See `PrefixTree`. The whole entry is locked. O(1)."""
+        """See `PrefixTree`. O(1)."""
         boundary = min(match.boundary, self.hint(prefix))
         if not boundary:
             return LockedPrefix(0, None, None)
-        entry = self._entries[prefix.name]
-        self._lock(entry)
-        return LockedPrefix(boundary, entry, entry)
+        lock = self._lock(self._entries[prefix.name], boundary)
+        return LockedPrefix(boundary, lock[0], lock)
 
-    def unlock(self, lock: _Entry | None) -> None:
-        """See `PrefixTree`. O(1)."""
+    def unlock(self, lock: Lock | None) -> None:
+        """See `PrefixTree`. O(locks of the entry)."""
         if lock is not None:
-            lock.locks -= 1
-            self._locked -= 0 if lock.locks else lock.tokens
+            entry, tokens = lock
+            before = entry.locked
+            entry.locks.remove(tokens)
+            self._locked -= before - entry.locked
 
     def free_tokens(self) -> int:
         """See `PrefixTree`."""
@@ -103,7 +113,7 @@ class PrefixStore:
             self._entries[name] = _Entry(name, tokens)
             self._cached += tokens
 
-    def bind(self, prompt: Prompt, lock: _Entry | None) -> None:
+    def bind(self, prompt: Prompt, lock: Lock | None) -> None:
         """A request starts: it takes its lease over, and a row."""
         prompt.lock = lock
         self._rows -= 1
@@ -115,20 +125,25 @@ class PrefixStore:
         prompt.private += tokens
 
     def publish(self, prompt: Prompt, computed: int) -> None:
-        """What a request has computed so far can be reused by others of its name. O(1)."""
+        """What a request has computed so far can be reused by others of its name.
+
+        What was there already it gives back. O(locks of the entry).
+        """
+        before = 0 if prompt.lock is None else prompt.lock[1]
+        moved = computed // self.page_size * self.page_size - before
+        if moved <= 0:
+            return
         entry = self._entries.get(prompt.name)
         if entry is None:
             entry = self._entries[prompt.name] = _Entry(prompt.name, 0)
-        if prompt.lock is not entry:
-            self.unlock(prompt.lock)
-            self._lock(entry)
-            prompt.lock = entry
-        new = min(prompt.private, max(0, computed // self.page_size * self.page_size - entry.tokens))
+        new = max(0, before + moved - entry.tokens)
         entry.tokens += new
-        prompt.private -= new
-        self._private -= new
         self._cached += new
-        self._locked += new
+        prompt.private -= moved
+        self._private -= moved
+        longer = self._lock(entry, before + moved)
+        self.unlock(prompt.lock)
+        prompt.lock = longer
 
     def leave(self, prompt: Prompt, keep: bool) -> None:
         """A request ends, or gives its room back. With `keep` what it had stays until somebody needs room."""
@@ -142,17 +157,18 @@ class PrefixStore:
         prompt.private = 0
         self._rows += 1
 
-    def _lock(self, entry: _Entry) -> None:
-        self._locked += 0 if entry.locks else entry.tokens
-        entry.locks += 1
+    def _lock(self, entry: _Entry, tokens: int) -> Lock:
+        self._locked += max(0, tokens - entry.locked)
+        entry.locks.append(tokens)
         self._entries[entry.name] = self._entries.pop(entry.name)
+        return entry, tokens
 
     def _make_room(self, tokens: int) -> None:
         short = tokens - self.free_tokens()
         if short <= 0:
             return
-        for entry in [e for e in self._entries.values() if not e.locks]:
-            gone = min(entry.tokens, -(-short // self.page_size) * self.page_size)
+        for entry in [e for e in self._entries.values() if e.tokens > e.locked]:
+            gone = min(entry.tokens - entry.locked, -(-short // self.page_size) * self.page_size)
             entry.tokens -= gone
             self._cached -= gone
             short -= gone

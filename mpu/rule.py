@@ -24,7 +24,7 @@ By its formula n(8192) = 4.5 is below R = 8, and the rule goes on to 4,096 (n = 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -61,8 +61,15 @@ class MpuPlanner:
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
         """See `Planner`. O(n log n) in the pending requests, O(ring) where the work fills the ring anyway."""
-        seen = list(self._enough(pending))
-        self._budget = choose([p.end - p.begin for p in seen], self._budgets, self._limits.ring)
+        # As many as the rule has to see: those that supply the ring at the largest budget.
+        seen: list[Pending] = []
+        total = 0
+        for p in pending:
+            seen.append(p)
+            total += p[2] - p[1]
+            if total >= self.ahead:
+                break
+        self._budget = choose([end - begin for _, begin, end in seen], self._budgets, self._limits.ring)
         return pack_whole(islice(seen, rows), self._budget, self._limits.align)
 
     def observe(self, stage: int, load: Load, elapsed_us: int) -> None:
@@ -71,13 +78,3 @@ class MpuPlanner:
     def statistics(self) -> dict[str, Any]:
         """See `Planner`. `budget` is the latest one."""
         return {"planner": "mpu", "budget": self._budget, "floor": self._budgets[-1]}
-
-    def _enough(self, pending: Iterable[Pending]) -> Iterator[Pending]:
-        """As many requests as the rule has to see: those that supply the ring at the largest budget, and any
-        that can share the next wave."""
-        total, enough = 0, self.ahead
-        for p in pending:
-            yield p
-            total += p.end - p.begin
-            if total >= enough:
-                return

@@ -20,12 +20,13 @@ _WINDOW = 256
 """Observations of a stage that count: older ones were another load, or another clock."""
 _FIRST = 8
 """With fewer observations nothing is said about a stage."""
-_EVERY = 32
+_EVERY = 64
 """Observations between two fits, once there are as many."""
 _OUTLIER = 4.0
 """Residuals beyond so many times the median one are left out: a stage was interrupted."""
-_RIDGE = 1e-6
-"""Relative; decides where the observations do not, say if all waves were alike: shares go to all terms."""
+_RIDGE = np.array([1e-4, 1e-6, 1e-6, 1e-5, 1e-4])
+"""Relative; decides where the observations do not. If all waves were alike, what they took is put down to
+their tokens rather than to the wave: then smaller waves are tried, and tell."""
 
 
 class StageTime(NamedTuple):
@@ -74,7 +75,7 @@ class Observations:
         """Count one wave. True if the times were fitted anew. A fit is O(window)."""
         self._rows[self.count % _WINDOW] = (1.0, *load, max(1, elapsed_us))
         self.count += 1
-        due = self.count % _EVERY == 0 or self.count in (_FIRST, 2 * _FIRST)
+        due = self.count % _EVERY == 0 or self.count in (_FIRST, 2 * _FIRST, 4 * _FIRST)
         if due:
             self._fit()
         return due
@@ -87,23 +88,26 @@ class Observations:
     def _fit(self) -> None:
         rows = self._rows[: min(self.count, _WINDOW)]
         relative = rows[:, :5] / rows[:, 5:]
-        found = nonnegative_least_squares(relative, np.ones(len(rows)))
+        found = nonnegative_least_squares(relative, np.ones(len(rows)), _RIDGE)
         residual = np.abs(relative @ found - 1.0)
         inside = residual <= _OUTLIER * max(float(np.median(residual)), 1e-3)
         if not inside.all():
-            found = nonnegative_least_squares(relative[inside], np.ones(int(inside.sum())))
+            found = nonnegative_least_squares(relative[inside], np.ones(int(inside.sum())), _RIDGE)
         self.time = StageTime(*found.tolist())
 
 
-def nonnegative_least_squares(rows: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+def nonnegative_least_squares(
+    rows: NDArray[np.float64], values: NDArray[np.float64], ridge: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """The x >= 0 with the smallest |rows @ x - values|, by the active sets of Lawson and Hanson.
 
+    `ridge` holds each x back, relative to the length of its column; above 0 if columns may be alike.
     O(rows * columns^2 + columns^4); a few columns are meant.
     """
     scale = np.sqrt((rows * rows).sum(axis=0))
     scale[scale == 0] = 1.0
     scaled = rows / scale
-    gram = scaled.T @ scaled + _RIDGE * np.eye(rows.shape[1])
+    gram = scaled.T @ scaled + np.diag(ridge)
     moment = scaled.T @ values
     x = np.zeros(rows.shape[1])
     active = np.zeros(rows.shape[1], dtype=bool)

@@ -51,10 +51,10 @@ class TimedPlanner:
         time = self._slowest
         if time is None:
             return pack(islice(pending, rows), self._limits.budget, self._limits.align)
-        seen, work, all_seen = self._known(pending, time)
+        under_way = sum(map(time.work, ring))
+        seen, work, all_seen = self._known(pending, under_way, time)
         if work <= 0:  # nothing is pending, or the tokens of a wave make no difference
             return pack(seen[:rows], self._limits.budget, self._limits.align)
-        under_way = sum(map(time.work, ring))
         share = (work + under_way) / self._waves(work + under_way, time)
         if all_seen:
             share = work / max(1, math.ceil(work / share - _CRUMB))
@@ -95,20 +95,26 @@ class TimedPlanner:
         missing = self._limits.stages - len(known)
         self._depth = missing + sum(time.of(load) for time in known) / longest if longest > 0 else 1.0
 
-    def _known(self, pending: Iterable[Pending], time: StageTime) -> tuple[list[Pending], float, bool]:
+    def _known(
+        self, pending: Iterable[Pending], under_way: float, time: StageTime
+    ) -> tuple[list[Pending], float, bool]:
         """Requests, their work in microseconds, and whether these are all.
 
-        Those behind what fills the ring with the largest waves do not matter.
+        Those behind what fills the ring with waves like the next one at its largest do not matter.
         """
+        _, token, attention, prefix, span = time
         seen: list[Pending] = []
-        work, left = 0.0, self._limits.ring * self._limits.budget
+        work, left, enough = 0.0, self._limits.budget, math.inf
         for p in pending:
             seen.append(p)
             _, begin, end = p
             new = end - begin
-            work += time.begin(begin) + (time.token + time.attention * (begin + new / 2)) * new
-            left -= new
-            if left <= 0:
+            work += span + prefix * begin + (token + attention * (begin + new / 2)) * new
+            if left > 0:
+                left -= new
+                if left <= 0:
+                    enough = self._limits.ring * work - under_way
+            if work >= enough:
                 return seen, work, False
         return seen, work, True
 

@@ -177,7 +177,7 @@ def test_least_squares_are_nonnegative_and_best(seed: int) -> None:
     draw = np.random.default_rng(seed)
     rows = draw.random((20, 4))
     values = rows @ np.array([1.0, 0.0, -2.0, 0.5]) + draw.random(20)
-    found = nonnegative_least_squares(rows, values)
+    found = nonnegative_least_squares(rows, values, np.full(4, 1e-9))
     assert (found >= 0).all()
     best = float(((rows @ found - values) ** 2).sum())
     for _ in range(50):
@@ -207,6 +207,17 @@ def test_stage_times_are_found_in_spite_of_outliers() -> None:
     for _ in range(50):
         load = load_of(mixed(draw))
         assert seen.time.of(load) == pytest.approx(TRUE.of(load), rel=0.05)
+
+
+def test_what_alike_waves_took_is_put_down_to_their_tokens() -> None:
+    """Nothing can tell the cost of a wave from that of its tokens then. Smaller waves would."""
+    seen = Observations()
+    for i in range(8):
+        load = load_of([Pending(0, i * 16384, (i + 1) * 16384)])
+        seen.add(load, round(TRUE.of(load)))
+    assert seen.time is not None
+    assert seen.time.wave + seen.time.span < 0.3 * (TRUE.wave + TRUE.span)
+    assert seen.time.of(load) == pytest.approx(TRUE.of(load), rel=0.02)
 
 
 def test_old_observations_are_forgotten() -> None:
