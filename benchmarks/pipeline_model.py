@@ -186,10 +186,10 @@ def _changed(
 def _minimise(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
     step, damping = 0.05, 1e-2
     now = residuals(x)
-    for _ in range(4):
+    for _ in range(3):
         columns = [(residuals(x + step * unit) - now) / step for unit in np.eye(len(x))]
         jacobian = np.stack(columns, axis=1)
-        for _ in range(3):
+        for _ in range(2):
             normal = jacobian.T @ jacobian + damping * np.eye(len(x))
             move = np.clip(np.linalg.solve(normal, -jacobian.T @ now), -0.7, 0.7)
             then = residuals(x + move)

@@ -67,14 +67,14 @@ class TimedPlanner:
             self._compare()
 
     def statistics(self) -> dict[str, Any]:
-        """See `Planner`. `stage_us` says what each observed stage takes for a wave like the latest ones."""
+        """See `Planner`. `stage_us`: what each stage, once observed, takes for a wave like the latest."""
         load = self._load()
         return {
             "planner": "timed",
             "budget": self._limits.budget,
             "floor": self._limits.floor,
             "target_us": round(self._target_us),
-            "stage_us": {s: round(o.time.of(load)) for s, o in enumerate(self._stages) if o.time},
+            "stage_us": [o.time and round(o.time.of(load)) for o in self._stages],
             "observed": [stage.count for stage in self._stages],
             "slowest": None if self._slowest is None else self._slowest._asdict(),
         }

@@ -325,6 +325,6 @@ def test_a_prefix_is_not_read_twice_to_fill_up_a_wave() -> None:
 def test_statistics_say_what_was_learned() -> None:
     said = taught(PP4, [TRUE] * 3).statistics()
     assert said["observed"] == [128, 128, 128, 0]
-    assert set(said["stage_us"]) == {0, 1, 2}
+    assert [took is None for took in said["stage_us"]] == [False, False, False, True]
     assert said["slowest"]["token"] == pytest.approx(16.0, rel=0.05)
     assert TimedPlanner(PP4).statistics()["slowest"] is None
