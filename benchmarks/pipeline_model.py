@@ -244,7 +244,7 @@ def orders(settings: Settings) -> dict[str, Any]:
 
 
 POOL = 2_500_000
-"""KV tokens in the retention experiment; assumed, like all of its load but the rates."""
+"""KV tokens in the retention experiment, of both servers. Assumed, like all of its load but the rates."""
 
 
 def retention(settings: Settings, server: str) -> dict[str, float]:
@@ -253,12 +253,12 @@ def retention(settings: Settings, server: str) -> dict[str, float]:
     for rate in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
         draw = random.Random(1)
         at, requests = 0.0, []
-        for turn in range(400):
+        for turn in range(300):
             at += draw.expovariate(rate)
             session = draw.randrange(16)
             requests.append(Offered(arrival=at, tokens=131072, cached=117952, prefix=f"session {session}"))
-            if turn % 4 == 3:  # cold traffic besides
-                requests.append(Offered(arrival=at, tokens=16384))
+            if turn % 2:  # cold traffic besides
+                requests.append(Offered(arrival=at, tokens=65536))
         profile, options = settings.server(server)
         outcome = PipelineServer(dataclasses.replace(profile, kv_tokens=POOL), options).run(requests)
         seen: set[str] = set()
@@ -269,7 +269,7 @@ def retention(settings: Settings, server: str) -> dict[str, float]:
                 hits.append(served.reused >= 0.8 * served.offered.cached)
             if name:
                 seen.add(name)
-        found[f"{rate:.1f}"] = sum(hits) / len(hits)
+        found[f"{rate:.1f}"] = round(sum(hits) / len(hits), 3)
     return found
 
 

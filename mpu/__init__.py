@@ -4,7 +4,7 @@
 * `planner`: what a planner is, the limits of a wave, and waves of a static budget.
 * `rule`: the published rule, which halves the budget until the waves fill the pipeline.
 * `timed`: waves of equal time; `stage_time` learns how long a stage takes for a wave.
-* `profile`, `pipeline`: what a model costs on a device, and when the stages of a pipeline start and end waves.
+* `profile`, `pipeline`: what a model costs on a device, and when the stages of a pipeline run their waves.
 
 `data/` has profiles, the workloads and servers of the paper's settings, and the figures quoted of it.
 """

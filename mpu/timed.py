@@ -29,9 +29,7 @@ from sglang_wavepp.mpu.planner import NOTHING, Load, WaveLimits, load_of
 from sglang_wavepp.mpu.stage_time import Observations, StageTime
 
 _CRUMB = 0.1
-"""A part of a wave that is left over at the end is spread over the others instead."""
-_SLACK = 1.01
-"""A span may exceed its share of the target by so much, rather than be cut."""
+"""So much of a wave does not become one of its own: those before it are a little longer instead."""
 
 
 class TimedPlanner:
@@ -55,7 +53,7 @@ class TimedPlanner:
         seen, work, all_seen = self._known(pending, under_way, time)
         if work <= 0:  # nothing is pending, or the tokens of a wave make no difference
             return pack(seen[:rows], self._limits.budget, self._limits.align)
-        share = (work + under_way) / self._waves(work + under_way, time)
+        share = (work + under_way) / self._waves(work + under_way, time.wave + time.begin(seen[0].begin))
         if all_seen:
             share = work / max(1, math.ceil(work / share - _CRUMB))
         self._target_us = time.wave + share
@@ -118,10 +116,10 @@ class TimedPlanner:
                 return seen, work, False
         return seen, work, True
 
-    def _waves(self, work: float, time: StageTime) -> float:
-        """Into how many waves the work is best cut."""
+    def _waves(self, work: float, each: float) -> float:
+        """Into how many waves the work is best cut if one more costs so much, in microseconds."""
         ring = self._limits.ring * self._depth / self._limits.stages
-        best = math.sqrt((self._depth - 1) * work / time.wave) if time.wave > 0 else math.inf
+        best = math.sqrt((self._depth - 1) * work / each) if each > 0 else math.inf
         return max(1.0, min(ring, best))
 
     # --- packing -----------------------------------------------------------------------------
@@ -134,7 +132,7 @@ class TimedPlanner:
         for p in seen[:rows]:
             seq, begin, end = p
             work = time.work(load_of((p,)))
-            if end - begin <= tokens and work <= room * _SLACK:
+            if end - begin <= tokens and work <= room + share * _CRUMB:
                 spans.append(p)
                 tokens -= end - begin
                 room -= work
@@ -143,8 +141,6 @@ class TimedPlanner:
             if spans and (new < floor or not self._worth(p, new, room / share, share, time)):
                 break
             cut = (begin + max(new, floor)) // align * align
-            if end - cut < floor and end - begin <= tokens and not spans:
-                cut = end
             spans.append(Pending(seq, begin, min(cut, end)))
             break
         return spans

@@ -298,8 +298,8 @@ def test_a_full_ring_is_not_followed_by_crumbs() -> None:
     left = prompts(*[26_214] * 32, begin=236_000)
     planner = taught(PP8, [TRUE] * 8)
     timed, mpu = waves_of(planner, left), waves_of(PLANNERS["mpu"](PP8), left)
-    assert min(wave.tokens for wave in mpu) <= 1024
-    assert min(wave.tokens for wave in timed) > 4096
+    assert sum(wave.tokens <= 2048 for wave in mpu) > 20
+    assert sum(wave.tokens <= 2048 for wave in timed) <= 2
     assert sum(map(TRUE.of, timed)) < 0.95 * sum(map(TRUE.of, mpu))
 
 
