@@ -119,14 +119,13 @@ def wave2(model: Path, decisions: Path, tmp_path_factory: pytest.TempPathFactory
 def wave4(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """WavePP on four stages, KV in pages of 16 tokens, with SGLang's metrics, priorities, decode interval.
 
-    Its prefill waves take equal times, once the stages have said what theirs take.
     WavePP's cache is chosen by its name, which makes no difference.
     """
     log = tmp_path_factory.mktemp("logs") / "wave4.log"
     priority = ("--enable-priority-scheduling", "--disable-priority-preemption")
     limits = ("--max-queued-requests", str(QUEUED), "--prefill-decode-interval", str(INTERVAL))
-    own = ("--wavepp-pool-tokens", "auto", "--wavepp-planner", "timed", "--wavepp-wave-floor", "64")
-    flags = ("--enable-metrics", "--radix-cache-backend", "wavepp", *priority, *limits, *own)
+    pools = ("--wavepp-pool-tokens", "auto")
+    flags = ("--enable-metrics", "--radix-cache-backend", "wavepp", *priority, *limits, *pools)
     with start(model, log, pp_size=4, wavepp=True, page_size=16, flags=flags) as server:
         yield server
 

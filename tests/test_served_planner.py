@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from conftest import eventually, statistics
+import random
+from pathlib import Path
+
+import pytest
+from conftest import eventually, start, statistics
 from test_oracle import VOCABULARY, generate
 
 from sglang_wavepp.launch.server import Server
 
 
-def test_the_times_of_every_stage_are_learned(wave4: Server) -> None:
-    wave4.post("/flush_cache")
-    planning = statistics(wave4)["planning"]
-    assert planning["planner"] == "timed" and (planning["budget"], planning["floor"]) == (256, 64)
-    before = planning["observed"]
-    for i in range(4):
-        generate(wave4, [VOCABULARY[(i + k) % len(VOCABULARY)] for k in range(1000 + 200 * i)], 1)
+@pytest.fixture
+def timed(model: Path, tmp_path: Path) -> Server:
+    flags = ("--wavepp-planner", "timed", "--wavepp-wave-floor", "64")
+    return start(model, tmp_path / "timed.log", pp_size=2, wavepp=True, flags=flags)
 
-    def learned() -> bool:
-        now = statistics(wave4)["planning"]
-        return all(n >= b + 16 for n, b in zip(now["observed"], before, strict=True)) and all(now["stage_us"])
 
-    eventually(learned, "that all stages have said what their waves take")
+def test_the_times_of_every_stage_are_learned_and_answers_stay_the_same(timed: Server) -> None:
+    with timed:
+        planning = statistics(timed)["planning"]
+        assert planning["planner"] == "timed" and (planning["budget"], planning["floor"]) == (256, 64)
+        assert planning["stage_us"] == [None, None]
+        rng = random.Random(1)
+        prompts = [rng.choices(VOCABULARY, k=1000 + 300 * i) for i in range(5)]
+        first = [generate(timed, prompt, 4).output for prompt in prompts]
+
+        def learned() -> bool:
+            now = statistics(timed)["planning"]
+            return min(now["observed"]) >= 16 and all(now["stage_us"]) and now["slowest"] is not None
+
+        eventually(learned, "that both stages have said what their waves take")
+        timed.post("/flush_cache")
+        assert [generate(timed, prompt, 4).output for prompt in prompts] == first
+        assert statistics(timed)["planning"]["target_us"] > 0
