@@ -1,4 +1,4 @@
-"""The `wavepp` command line: a model to try it with, a demonstration, decision logs.
+"""The `wavepp` command line: a model to try it with, a demonstration, decision logs, what-if plans.
 
 The server is SGLang's own.
 """
@@ -55,6 +55,12 @@ def _parser(args: Sequence[str]) -> argparse.ArgumentParser:
     )
     demo = commands.add_parser("demo", help="compare SGLang with and without WavePP on this machine")
     log = commands.add_parser("log", help="read and compare what stages have decided (--wavepp-decision-log)")
+    plan = commands.add_parser(
+        "plan",
+        help="predict throughput, completion times and bubbles for a list of requests",
+        description="Predict what a WavePP server does with a list of requests, without a device: its own "
+        "admission and planners run over a model of the pipeline, in simulated time.",
+    )
     called = next((arg for arg in args if not arg.startswith("-")), None)
     if called == "make-model":
         _add_model_arguments(model)
@@ -62,6 +68,10 @@ def _parser(args: Sequence[str]) -> argparse.ArgumentParser:
         from sglang_wavepp.launch.demo import add_arguments
 
         add_arguments(demo)
+    elif called == "plan":
+        from sglang_wavepp.launch.plan import add_arguments
+
+        add_arguments(plan)
     elif called == "log":
         from sglang_wavepp.launch.decision_log import add_arguments
 
@@ -114,7 +124,13 @@ def _log(options: argparse.Namespace) -> int:
     return run(options)
 
 
-_COMMANDS = {"make-model": _make_model, "demo": _demo, "log": _log}
+def _plan(options: argparse.Namespace) -> int:
+    from sglang_wavepp.launch.plan import run
+
+    return run(options)
+
+
+_COMMANDS = {"make-model": _make_model, "demo": _demo, "log": _log, "plan": _plan}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from sglang_wavepp.config import WavePPConfig
 from sglang_wavepp.errors import ConfigError, WavePPError
+from sglang_wavepp.mpu import PLANNERS
 
 PLUGIN_NAME = "wavepp"
 """Name of this plugin among SGLang's; `SGLANG_PLUGINS` selects by it."""
@@ -52,6 +53,13 @@ def pool_tokens(text: str) -> str:
     if text in ("", "auto"):
         return text
     return ",".join(str(positive_int(part.strip())) for part in text.split(","))
+
+
+def planner(text: str) -> str:
+    """The name of a planner; `argparse.ArgumentTypeError` otherwise."""
+    if text not in PLANNERS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(PLANNERS)}, not {text!r}")
+    return text
 
 
 def seconds(text: str) -> float:
@@ -104,6 +112,15 @@ OPTIONS: Mapping[str, Option] = {
         "Waves that stage 0 may issue ahead of the last stage's acknowledgement; 0 means 2 for each stage.",
         natural_int,
         "WAVES",
+    ),
+    "planner": Option(
+        "How prompts are cut into prefill waves: --chunked-prefill-size each (static), smaller ones while "
+        "there are too few to fill the pipeline, by tokens (mpu) or by the time that stages take (timed).",
+        planner,
+        "|".join(PLANNERS),
+    ),
+    "wave_floor": Option(
+        "Prompt tokens of a wave below which mpu and timed do not go.", positive_int, "TOKENS"
     ),
     "pool_tokens": Option(
         "KV tokens of each stage, separated by commas, or 'auto': each stage sizes its pool by its own free "
@@ -247,7 +264,7 @@ def _checked(name: str, option: Option, value: Any) -> Any:
             raise ConfigError(f"{name} must be True or False, not {value!r}")
         return value
     wants: tuple[type, ...] = (int, float)
-    if option.parse in (directory, pool_tokens, interface):
+    if option.parse in (directory, interface, planner, pool_tokens):
         wants = (str, os.PathLike)
     if isinstance(value, bool) or not isinstance(value, wants):
         raise ConfigError(f"{name} has the wrong type: {value!r}")

@@ -19,6 +19,10 @@ class WavePPConfig:
     """KV promised to a request beyond its prompt at admission; it grows by as much while decoding."""
     run_ahead: int = 0
     """Waves that stage 0 may issue ahead of the last stage's acknowledgement; 0 means 2 per stage."""
+    planner: str = "static"
+    """How prompts are cut into waves, by a name of `mpu.PLANNERS`."""
+    wave_floor: int = 1024
+    """The smallest wave that a planner makes on purpose."""
     pool_tokens: str = ""
     """KV tokens of each stage, separated by commas, or `auto`: each stage takes what its own memory holds.
     Empty: all stages take what the smallest can, as without WavePP."""

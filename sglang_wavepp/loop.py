@@ -34,6 +34,7 @@ from sglang_wavepp.messages import (
     WaveDone,
 )
 from sglang_wavepp.sequencer import Sequencer
+from sglang_wavepp.timer import WaveTimer
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class StageLoop:
         self.log = DecisionLog(stage.rank, stage.recorder())
         self.executor = Executor(stage.scheduler, stage.member, stage.stages)
         self.progress = Progress()
+        learns = stage.config.planner == "timed"
+        self._timer = WaveTimer(self.s.device_module, self.s.forward_stream) if learns else None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sends: deque[tuple[int, list[Any]]] = deque()
         self._reused_buffer = False
@@ -125,13 +128,23 @@ class StageLoop:
         p.at(f"running wave {d.wave}")
         if self._reused_buffer:
             e.wait_sent(self._sends.pop()[1], fence=True)
+        if self._timer is not None:
+            self._timer.start()
         result = e.launch(d.wave, batch, proxy)
+        if self._timer is not None:
+            self._timer.stop(d.wave, isinstance(d, Prefill))
+            if times := self._timer.take():
+                self._took(times)
         if self.stage.rank < self.stage.stages - 1:
             p.at(f"sending the activations of wave {d.wave} to stage {self.stage.rank + 1}")
             self._sends.append((d.wave, e.send(d.wave, result)))
             self._reused_buffer = bool(result.can_run_cuda_graph)
         with self.stage.guard:
             e.after_launch(d.wave)
+
+    def _took(self, times: list[tuple[int, int]]) -> None:
+        """This stage took so long for prefill waves: (wave, microseconds)."""
+        raise NotImplementedError
 
     def _settle_sends(self, upto: int | None) -> None:
         """Let go of the buffers of waves up to `upto` (None: all). They were received long ago."""
@@ -196,6 +209,9 @@ class MemberLoop(StageLoop):
         with self.stage.guard:
             self.stage.member.applied(self.log.position)
 
+    def _took(self, times: list[tuple[int, int]]) -> None:
+        self.stage.wave.took(times)
+
     def _control(self, d: Control) -> None:
         position = self.log.position - 1
         error = ""
@@ -254,6 +270,11 @@ class LeaderLoop(StageLoop):
                 self.sequencer.reconsider(self.stage.member.reusable, self.stage.block)
         self.stage.wave.wave_finished(self.log.position, computed, finished, freed)
 
+    def took(self, stage: int, times: list[tuple[int, int]]) -> None:
+        """How long a stage took for prefill waves: (wave, microseconds)."""
+        for wave, elapsed_us in times:
+            self.sequencer.took(stage, wave, elapsed_us)
+
     def abort(self, seq: int, reason: dict[str, Any] | None) -> None:
         """A client aborted a committed request: it leaves when none of its waves is in flight."""
         if not self.sequencer.drop(seq):
@@ -294,6 +315,9 @@ class LeaderLoop(StageLoop):
         self.stage.wave.control_over()
 
     # --- planning ----------------------------------------------------------------------------
+
+    def _took(self, times: list[tuple[int, int]]) -> None:
+        self.took(0, times)
 
     def _advance(self) -> bool:
         """Log and apply the next decision. False if there is none."""

@@ -225,12 +225,14 @@ class ControlDone(Message, frozen=True):
 class Beat(Message, frozen=True):
     """A stage lives. `doing` says what its loop is at, `applied` how far it is in the log.
 
-    `taken` is the number of offers that a member has received so far.
+    `taken` is the number of offers that a member has received so far, `took` how long it took for its latest
+    prefill waves: (wave, microseconds), empty if nobody learns.
     """
 
     applied: int
     doing: str
     taken: int = 0
+    took: list[tuple[int, int]] = []
 
 
 # --- decisions -------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ It knows every committed request, what was planned for it and which waves are in
 * prefill and decode waves alternate while there is work for both; otherwise whichever has work runs. With
   an `interval` of N (SGLang's `--prefill-decode-interval`), N decode waves have to follow each prefill wave
   before the next one, as long as `interval_rows` requests are decoding;
-* prefill is packed first come, first served (`mpu.packing`) into a static budget, at most `rows` requests a
-  wave;
+* a planner (`mpu`) cuts the prompts of committed requests into prefill waves, first come, first served, at
+  most `rows` requests a wave;
 * decode rows live in groups, one wave of a group in flight at a time; a finished prompt joins the
   smallest group, so up to `groups` decode waves fill the pipeline;
 * a committed request that no wave was planned for goes back to admission, once, if what another one left in
@@ -22,11 +22,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from itertools import islice
 
 from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.messages import Decision, Decode, Drop, Prefill, Span
-from sglang_wavepp.mpu.packing import Pending, pack
+from sglang_wavepp.mpu import Planner
+from sglang_wavepp.mpu.packing import Pending
+from sglang_wavepp.mpu.planner import Load, load_of
+
+_REMEMBERED = 256
+"""Prefill waves whose load is kept, to be told apart when stages say how long they took."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -62,8 +66,7 @@ class Sequencer:
     """Plans waves.
 
     Args:
-        budget: prompt tokens of a prefill wave.
-        page: tokens of a KV page; spans are cut at page boundaries.
+        planner: cuts prompts into waves.
         run_ahead: unacknowledged waves at most.
         groups: decode groups, one for each stage of the pipeline.
         growth: tokens that a growth asks for.
@@ -75,8 +78,7 @@ class Sequencer:
     def __init__(
         self,
         *,
-        budget: int,
-        page: int,
+        planner: Planner,
         run_ahead: int,
         groups: int,
         growth: int,
@@ -84,7 +86,7 @@ class Sequencer:
         interval: int = 0,
         interval_rows: int = 0,
     ) -> None:
-        self._budget, self._page, self._rows = budget, page, rows
+        self._planner, self._rows = planner, rows
         self._interval, self._interval_rows = interval, interval_rows
         self._owed = 0
         """Decode waves that have to come before the next prefill wave."""
@@ -97,6 +99,8 @@ class Sequencer:
         """The latest wave of each group."""
         self._waves: dict[int, tuple[int, list[tuple[int, bool]]]] = {}
         """wave -> (group or -1, rows as (seq, is the prompt complete with it))."""
+        self._loads: dict[int, Load] = {}
+        """The latest prefill waves."""
         self._next_wave = 0
         self._last_was_prefill = False
         self.paused = False
@@ -163,6 +167,12 @@ class Sequencer:
         self.paused = True
         for seq in self._live:
             self.drop(seq, retract=True)
+
+    def took(self, stage: int, wave: int, elapsed_us: int) -> None:
+        """A stage says how long it took for a wave; of a decode wave, or an old one, nothing is learned."""
+        load = self._loads.get(wave)
+        if load is not None:
+            self._planner.observe(stage, load, elapsed_us)
 
     def join_group(self, wave: int) -> int:
         """The group that the rows of `wave` go on in: their own, or the smallest one after prefill.
@@ -235,7 +245,8 @@ class Sequencer:
             for r in self._live.values()
             if r.planned < r.length and not r.drop
         )
-        spans = pack(islice(pending, self._rows), self._budget, self._page)
+        ring = [self._loads[wave] for wave, (group, _) in self._waves.items() if group < 0]
+        spans = self._planner.spans(pending, self._rows, ring)
         if not spans:
             return None
         rows = []
@@ -246,6 +257,9 @@ class Sequencer:
             request.in_flight += 1
             rows.append((seq, end == request.length))
         wave = self._issue(-1, rows)
+        self._loads[wave] = load_of(spans)
+        if len(self._loads) > max(_REMEMBERED, 2 * self._run_ahead):
+            del self._loads[next(iter(self._loads))]
         return Prefill(
             wave,
             digest,

@@ -27,6 +27,7 @@ from sglang_wavepp.leader import Leader, Limits
 from sglang_wavepp.loop import LeaderLoop, MemberLoop
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import Hello, Message
+from sglang_wavepp.mpu import PLANNERS, WaveLimits
 from sglang_wavepp.radix.tree import SGLangTree, WaveRadixCache
 from sglang_wavepp.record import Header, Recorder
 from sglang_wavepp.rounds import LeaderPlane, MemberPlane
@@ -122,6 +123,7 @@ class Stage:
         member = self.member.statistics()
         return {
             **self.stats.snapshot(),
+            "planning": self.planner.statistics(),
             "running": self.loop.executor.live,
             "waiting": member.offered,
             "kv_tokens": self.pools,
@@ -188,6 +190,15 @@ class Stage:
             return
         schedule = get_schedule()
         budget = s.chunked_prefill_size if (s.chunked_prefill_size or 0) > 0 else s.max_prefill_tokens
+        self.planner = PLANNERS[config.planner](
+            WaveLimits(
+                stages=self.stages,
+                ring=self.run_ahead,
+                budget=budget,
+                align=s.page_size,
+                least=config.wave_floor,
+            )
+        )
         leader = Leader(
             Limits(
                 stages=self.stages,
@@ -196,14 +207,13 @@ class Stage:
                 page=s.page_size,
                 reserve=config.decode_reserve,
                 block=self.block,
-                ahead=2 * budget,
+                ahead=self.planner.ahead,
                 round_bound=_ROUND_BOUND_S,
             ),
             time.monotonic,
         )
         sequencer = Sequencer(
-            budget=budget,
-            page=s.page_size,
+            planner=self.planner,
             run_ahead=self.run_ahead,
             groups=self.stages,
             growth=config.decode_reserve,
@@ -214,13 +224,14 @@ class Stage:
         self.loop = LeaderLoop(self, sequencer)
         self.wave = LeaderWave(self, plane, peers, leader)
         logger.info(
-            "WavePP %s: %d stages agreed; %d KV tokens, %d running requests, %d tokens a prefill wave, "
+            "WavePP %s: %d stages agreed; %d KV tokens, %d running requests, %d tokens a prefill wave (%s), "
             "%d waves ahead",
             __version__,
             self.stages,
             self.pool,
             agreed["running"],
             budget,
+            config.planner,
             self.run_ahead,
         )
 

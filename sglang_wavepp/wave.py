@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 """Heartbeats are sent and time limits looked at this often, or more often if a limit is short."""
+_TIMES = 128
+"""Waves at most whose times a heartbeat carries: enough to learn from."""
 
 
 def digest_of(payload: bytes, chain: bytes) -> int:
@@ -207,6 +209,8 @@ class MemberWave(Wave):
         self._outbox: deque[Message] = deque()
         self._building: dict[int, tuple[int, array[int]]] = {}
         """Digest and prompt hashes of requests that are being built."""
+        self._took: list[tuple[int, int]] = []
+        """How long the stage took for prefill waves, to go with the next heartbeat."""
 
     # --- called by the loop ------------------------------------------------------------------
 
@@ -215,11 +219,16 @@ class MemberWave(Wave):
         self._outbox.append(message)
         self.mail.post(self._flush)
 
+    def took(self, times: list[tuple[int, int]]) -> None:
+        """How long this stage took for prefill waves: (wave, microseconds)."""
+        self.mail.post(partial(self._took.extend, times))
+
     # --- the thread --------------------------------------------------------------------------
 
     def _beat(self) -> None:
         loop = self.stage.loop
-        self._plane.beat(loop.log.position, loop.progress.doing)
+        self._plane.beat(loop.log.position, loop.progress.doing, self._took[-_TIMES:])
+        self._took.clear()
 
     def _flush(self) -> None:
         """Send what has come together; hints in a row in one frame."""

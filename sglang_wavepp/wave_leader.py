@@ -217,7 +217,10 @@ class LeaderWave(Wave):
             self.stage.loop.post(partial(self.stage.loop.wave_done, message))
         elif isinstance(message, ControlDone):
             self._control_acked(rank, message)
-        elif not isinstance(message, Beat):
+        elif isinstance(message, Beat):
+            if message.took:
+                self.stage.loop.post(partial(self.stage.loop.took, rank, message.took))
+        else:
             self.leader.on_message(rank, message)
 
     def _on_event(self, event: Event) -> None:

@@ -41,6 +41,7 @@ from sglang_wavepp.messages import (
     decode_from_member,
     encode,
 )
+from sglang_wavepp.mpu import PLANNERS, WaveLimits
 from sglang_wavepp.numbering import Numbering
 from sglang_wavepp.sequencer import Sequencer
 
@@ -153,6 +154,9 @@ class SimStage:
             "another log than stage 0's"
         )
         yield from self.apply(d)
+        if isinstance(d, Prefill):
+            tokens = sum(span.end - span.begin for span in d.spans)
+            self.cluster.sequencer.took(self.rank, d.wave, 20 + (self.rank + 1) * tokens)
         if self.rank == len(self.cluster.stages) - 1 and isinstance(d, Prefill | Decode):
             yield  # the device
             tokens = [self.cluster.sample() for _ in self.waves[d.wave]]
@@ -307,8 +311,8 @@ class SimStage:
 class Cluster:
     """P stages, their network and stage 0's planner, stepped in random order.
 
-    pools: KV tokens of each stage. states: its recurrent slots, for a hybrid model. ahead: waves of prompt
-    tokens that may be committed before they are planned.
+    pools: KV tokens of each stage. states: its recurrent slots, for a hybrid model. ahead: how much more than
+    the planner asks for may be committed before it is planned.
     """
 
     def __init__(
@@ -323,7 +327,8 @@ class Cluster:
         budget: int = 32,
         reserve: int = 8,
         interval: int = 0,
-        ahead: int = 2,
+        ahead: int = 1,
+        planner: str = "static",
     ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
@@ -334,6 +339,9 @@ class Cluster:
         """Offers: they take another socket than what is decided about them."""
         trees = [ModelTree(pools[r], rows, page, states and states[r]) for r in range(stages)]
         self.stages = [SimStage(rank, self, tree) for rank, tree in enumerate(trees)]
+        self.planner = PLANNERS[planner](
+            WaveLimits(stages=stages, ring=2 * stages, budget=budget, align=page)
+        )
         limits = Limits(
             stages=stages,
             pool=min(pools),
@@ -341,13 +349,12 @@ class Cluster:
             page=page,
             reserve=reserve,
             block=4 * page,
-            ahead=ahead * budget,
+            ahead=ahead * self.planner.ahead,
             round_bound=1e9,
         )
         self.leader = Leader(limits, lambda: self.now)
         self.sequencer = Sequencer(
-            budget=budget,
-            page=page,
+            planner=self.planner,
             run_ahead=2 * stages,
             groups=stages,
             growth=reserve,

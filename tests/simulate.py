@@ -70,7 +70,8 @@ class Simulation(Cluster):
             budget=draw.choice((8, 8, 16) if hybrid else (8, 32, 64)) * page,
             reserve=draw.choice((1, 8, 8, 20)),
             interval=draw.choice((0, 0, 2)),
-            ahead=draw.choice((2, 2, 20)),
+            ahead=draw.choice((1, 1, 10)),
+            planner=draw.choice(("static", "mpu", "timed")),
         )
         self.seed = seed
         self.trace: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=TRACED)

@@ -74,7 +74,7 @@ def test_a_committed_request_comes_back_for_a_longer_prefix() -> None:
     """The one ahead of it leaves its output in the tree, which the waiting one's prompt begins with."""
     readmitted = 0
     for seed in range(20):
-        cluster = Cluster(seed, stages=2, pools=[3000] * 2, rows=20, budget=BUDGET, ahead=20)
+        cluster = Cluster(seed, stages=2, pools=[3000] * 2, rows=20, budget=BUDGET, ahead=10)
         cluster.sample = lambda: 5
         cluster.submit(0, (1, 2, 3), 8)
         between = BUDGET * (6 + seed // 2)

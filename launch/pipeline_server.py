@@ -1,0 +1,457 @@
+"""A whole server in simulated time: real admission, escrow and planners, a modelled cache and pipeline.
+
+`Leader`, `Member`, `Sequencer` and the planners are those of the server. Modelled are the clock, the messages
+(a latency), the cache (`PrefixStore`) and the devices (`mpu.pipeline`). All stages have the same pool and
+apply the same log, so one member stands for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from sglang_wavepp.launch.prefix_store import ENDLESS, PrefixStore, Prompt
+from sglang_wavepp.leader import Committed, GrowthGranted, GrowthRefused, Leader, Limits, Rejected
+from sglang_wavepp.member import Member
+from sglang_wavepp.messages import Decode, Drop, Prefill
+from sglang_wavepp.mpu import PLANNERS, Planner, WaveLimits
+from sglang_wavepp.mpu.packing import Pending
+from sglang_wavepp.mpu.pipeline import Pipeline
+from sglang_wavepp.mpu.planner import Load, load_of
+from sglang_wavepp.mpu.profile import Profile
+from sglang_wavepp.sequencer import Sequencer
+
+BUBBLES = {
+    "host": "admission and other host work on the execution path",
+    "admission": "requests wait for admission, nothing else is there",
+    "too few waves": "all that was admitted is under way",
+    "run-ahead": "the ring is full",
+    "idle": "there are no requests",
+    "fill": "the stages before are not done",
+    "drain": "the stages behind end the last waves",
+}
+"""Why the slowest stage does nothing."""
+
+_BLOCK = 64
+"""Tokens of a block of the hint index."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A request as the model sees it. Lengths are tokens, times seconds."""
+
+    arrival: float = 0.0
+    tokens: int
+    """Of the prompt, cached ones included."""
+    cached: int = 0
+    """That it has in common with others of its `prefix`; without one, that are cached when it arrives."""
+    output: int = 1
+    prefix: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How the modelled server is set up. Lengths are tokens, times seconds."""
+
+    stages: int = 8
+    planner: str = "static"
+    budget: int = 16384
+    floor: int = 1024
+    page: int = 64
+    ring: int = 0
+    """Waves under way at most; 0: 2 for each stage."""
+    rows: int = 128
+    """Requests in a wave at most."""
+    running: int = 4096
+    """Requests at a time at most."""
+    reserve: int = 512
+    message_s: float = 1e-4
+    """Latency of a message between the stages' admission threads."""
+    prepare_s: float = 0.0
+    """Host time of stage 0 for a wave; it overlaps with the device."""
+    wave_s: float = 0.0
+    """Host time for a wave during which every stage waits."""
+    request_s: float = 0.0
+    """Host time for a request that is admitted on the execution path, during which stage 0 waits."""
+    match_s: float = 0.0
+    """The same for a request that reuses a prefix, besides."""
+    late: bool = False
+    """A wave is planned, and requests for it are admitted, when stage 0 is free: as schedulers without leases
+    do. Otherwise stage 0 plans ahead until the ring is full."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Served:
+    """What became of a request. Seconds."""
+
+    offered: Offered
+    arrived: float
+    committed: float = 0.0
+    prefilled: float = 0.0
+    done: float = 0.0
+    reused: int = 0
+    produced: int = 0
+    rejected: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run has shown."""
+
+    served: list[Served]
+    seconds: float
+    """From the first arrival to the last output."""
+    waves: int
+    """Prefill waves."""
+    bubbles: dict[str, float]
+    """Seconds in which the slowest stage did nothing, by cause."""
+    busy: list[float]
+    """Seconds of work of each stage."""
+
+    @property
+    def throughput(self) -> float:
+        """Prompt tokens per second, cached ones included."""
+        return sum(s.offered.tokens for s in self.served if not s.rejected) / self.seconds
+
+    def completion(self, share: float) -> float:
+        """Seconds from arrival until the prompt is complete, that a share of the requests does not exceed.
+
+        Between two requests it is interpolated, as numpy does.
+        """
+        times = sorted(s.prefilled - s.arrived for s in self.served if not s.rejected)
+        at = share * (len(times) - 1)
+        low = int(at)
+        high = min(low + 1, len(times) - 1)
+        return times[low] + (at - low) * (times[high] - times[low])
+
+
+class _Blocks(Sequence[int]):
+    """Stands for the block hashes of a prompt: equal where two prompts share a name, distinct elsewhere."""
+
+    def __init__(self, name: Hashable, shared: int, seq: int, length: int) -> None:
+        self._name, self._shared, self._seq = name, shared // _BLOCK, seq
+        self._count = length // _BLOCK
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, block: Any) -> Any:
+        return hash((self._name if block < self._shared else self._seq, block))
+
+
+class PipelineServer:
+    """Serves requests in simulated time. One run each."""
+
+    def __init__(self, profile: Profile, options: ServerOptions, planner: Planner | None = None) -> None:
+        self.options = options
+        self._profile = profile
+        stages = options.stages
+        ring = options.ring or 2 * stages
+        self.pipeline = Pipeline(profile, stages, options.wave_s)
+        self.planner = planner or PLANNERS[options.planner](
+            WaveLimits(
+                stages=stages, ring=ring, budget=options.budget, align=options.page, least=options.floor
+            )
+        )
+        self.sequencer = Sequencer(
+            planner=self.planner,
+            run_ahead=ring,
+            groups=stages,
+            growth=options.reserve,
+            rows=options.rows,
+        )
+        pool = profile.kv_tokens or ENDLESS
+        self.store = PrefixStore(pool, options.running, options.page)
+        self._longest = pool - options.page
+        self._member = Member(self.store, nullcontext, self._answer)
+        limits = Limits(
+            stages=1,
+            pool=pool,
+            running=options.running,
+            page=options.page,
+            reserve=options.reserve,
+            block=_BLOCK,
+            ahead=options.budget if options.late else self.planner.ahead,
+            round_bound=float("inf"),
+        )
+        self._leader = Leader(limits, lambda: self._now)
+        self._ring = ring
+        self._learns = options.planner == "timed"
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._position = 0
+        self._host_free = 0.0
+        self._woken = 0.0
+        """The latest time at which to plan again in any case."""
+        self._uncommitted = 0
+        """Requests that wait for admission."""
+        self._prompts: dict[int, Prompt] = {}
+        self._served: list[Served] = []
+        self._begun: set[int] = set()
+        self._computed: dict[int, int] = {}
+        self._queue: deque[Offered] = deque()
+        """What comes when another one is done."""
+        self._waves = 0
+        self._cause, self._since = "idle", 0.0
+        self._waits: dict[str, float] = {}
+        """Why stage 0 did nothing since the latest wave was issued."""
+        self._bubbles = dict.fromkeys(BUBBLES, 0.0)
+
+    def learn(self, requests: Iterable[Offered]) -> None:
+        """Let the planner see another load first, on a server of its own. Before `run`."""
+        before = PipelineServer(self._profile, self.options, self.planner)
+        before.run(requests)
+
+    def run(self, requests: Iterable[Offered], concurrency: int = 0) -> Outcome:
+        """Serve the requests: at their arrivals, or so many at a time from the start on."""
+        listed = list(requests)
+        if concurrency:
+            self._queue.extend(listed[concurrency:])
+            listed = listed[:concurrency]
+        first = min((r.arrival for r in listed), default=0.0)
+        for request in listed:
+            at = 0.0 if concurrency else request.arrival - first
+            self._at(at, partial(self._arrive, request))
+        while self._events:
+            at, _, call = heapq.heappop(self._events)
+            self._wait(at)
+            call()
+            while self._events and self._events[0][0] <= self._now:
+                heapq.heappop(self._events)[2]()
+            self._settle()
+            self._plan()
+        seconds = max((s.done for s in self._served), default=0.0)
+        self._bubbles["drain"] += max(0.0, seconds - self.pipeline.ends(self.pipeline.slowest))
+        return Outcome(self._served, seconds, self._waves, self._bubbles, self.pipeline.busy)
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def _at(self, at: float, call: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (at, self._count, call))
+
+    def _wake(self, at: float) -> None:
+        if at > max(self._now, self._woken):
+            self._woken = at
+            self._at(at, lambda: None)
+
+    def _wait(self, until: float) -> None:
+        """Time passes; what stage 0 does without is counted."""
+        began = max(self._now, self.pipeline.free)
+        if until > began:
+            self._waits[self._cause] = self._waits.get(self._cause, 0.0) + until - began
+        self._now = until
+
+    # --- admission -----------------------------------------------------------------------------
+
+    def _arrive(self, request: Offered) -> None:
+        seq = len(self._served)
+        self._served.append(Served(request, self._now))
+        self._uncommitted += 1
+        name: Hashable = request.prefix or ("own", seq)
+        prompt = Prompt(seq, request.tokens, name, request.cached)
+        self._prompts[seq] = prompt
+        if request.cached and not request.prefix:
+            self.store.seed(name, request.cached)
+        chain: Sequence[int] = array("Q")
+        if request.prefix:
+            chain = _Blocks(name, request.cached, seq, request.tokens)
+        # No two prompts have a token in common, but for their blocks.
+        tokens = range(seq << 32, (seq << 32) + request.tokens)
+        self._leader.arrive(seq, tokens, request.output, chain)
+        self._at(self._now + self.options.message_s, partial(self._member.offered, seq, prompt))
+
+    def _answer(self, message: Any) -> None:
+        self._at(self._now + self.options.message_s, partial(self._leader.on_message, 0, message))
+
+    def _settle(self) -> None:
+        self._leader.step()
+        outbox, self._leader.outbox = self._leader.outbox, []
+        events, self._leader.events = self._leader.events, []
+        for _, message in outbox:
+            self._at(self._now + self.options.message_s, partial(self._member.on_message, message))
+        for event in events:
+            if isinstance(event, Committed):
+                self._commit(event)
+            elif isinstance(event, Rejected):
+                self._served[event.seq].rejected = event.reason
+                self._served[event.seq].done = self._now
+                self._uncommitted -= 1
+                self._next()
+            elif isinstance(event, GrowthGranted):
+                self.sequencer.grown(event.items)
+            elif isinstance(event, GrowthRefused):
+                self.sequencer.growth_refused(event.seq, event.hopeless)
+
+    def _commit(self, c: Committed) -> None:
+        self._applied()
+        self._uncommitted -= 1
+        self._member.take(c.seq, c.boundary)
+        served = self._served[c.seq]
+        if not c.again:
+            served.committed, served.reused = self._now, c.boundary
+        self._computed[c.seq] = c.boundary
+        remaining = served.offered.output - served.produced
+        most = min(c.length + remaining, self._longest)
+        self.sequencer.commit(c.seq, c.order, c.boundary, c.length, c.until, most, c.again)
+
+    def _applied(self) -> None:
+        self._position += 1
+        self._member.applied(self._position)
+
+    # --- waves ---------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        while self._now >= self._host_free:
+            if self.options.late and self.pipeline.free > self._now:
+                self._wake(self.pipeline.free)
+                break
+            d = self.sequencer.next(0)
+            for seq, until in self.sequencer.growth_requests:
+                self._leader.want_growth(seq, until)
+            self.sequencer.growth_requests = []
+            if d is None:
+                break
+            self._applied()
+            if isinstance(d, Drop):
+                self._drop(d)
+            elif isinstance(d, Prefill):
+                self._prefill(d)
+            elif isinstance(d, Decode):
+                self._decode(d)
+            self._settle()
+        self._cause = self._why()
+
+    def _why(self) -> str:
+        """Why stage 0 has no other wave at the moment."""
+        if self.sequencer.in_flight >= self._ring:
+            return "run-ahead"
+        if self._leader.idle:
+            return "idle"
+        return "admission" if self._uncommitted else "too few waves"
+
+    def _prefill(self, d: Prefill) -> None:
+        self._waves += 1
+        waits = 0.0
+        for span in d.spans:
+            prompt = self._prompts[span.seq]
+            if span.seq not in self._begun:
+                self._begun.add(span.seq)
+                lease = self._member.leases.get(span.seq)
+                assert lease is not None
+                waits += self.options.request_s + (self.options.match_s if lease.boundary else 0.0)
+                self.store.bind(prompt, self._member.leases.transfer(lease))
+            self._grow(prompt, span.end)
+        self._leader.planned([(span.seq, span.end - span.begin) for span in d.spans])
+        load = load_of(Pending(span.seq, span.begin, span.end) for span in d.spans)
+        rows = [(span.seq, span.end, span.last) for span in d.spans]
+        self._issue(d.wave, load, rows, waits)
+
+    def _decode(self, d: Decode) -> None:
+        context = 0
+        for seq in d.seqs:
+            length = self._computed[seq] + 1
+            self._grow(self._prompts[seq], length)
+            context += length
+        load = Load(float(len(d.seqs)), float(context), float(context), 0.0)
+        self._issue(d.wave, load, [(seq, self._computed[seq], True) for seq in d.seqs], 0.0)
+
+    def _grow(self, prompt: Prompt, length: int) -> None:
+        page, seq = self.options.page, prompt.seq
+        self._member.ledger.take(seq, length)
+        pages = -(-length // page) - -(-self._computed[seq] // page)
+        self.store.allocate(prompt, pages * page)
+        self._computed[seq] = length
+
+    def _issue(self, wave: int, load: Load, rows: list[tuple[int, int, bool]], waits: float) -> None:
+        ready = self._now + self.options.prepare_s
+        self._host_free = ready
+        self._wake(ready)
+        passage = self.pipeline.issue(ready, load, waits)
+        self._count_gap(passage.gap, self.pipeline.extra_s + (0.0 if self.pipeline.slowest else waits))
+        self._at(passage.done + self.options.message_s, partial(self._done, wave, rows, passage.took))
+
+    def _count_gap(self, gap: float, waits: float) -> None:
+        """The slowest stage waited for a wave: for the host, for stage 0 to have work, or for its input."""
+        on_path = min(gap, waits)
+        self._bubbles["host"] += on_path
+        gap -= on_path
+        for cause, seconds in self._waits.items():
+            part = min(gap, seconds)
+            self._bubbles[cause] += part
+            gap -= part
+        self._bubbles["fill"] += gap
+        self._waits.clear()
+
+    def _done(self, wave: int, rows: list[tuple[int, int, bool]], took: tuple[float, ...]) -> None:
+        if self._learns:
+            for stage, seconds in enumerate(took):
+                self.sequencer.took(stage, wave, round(seconds * 1e6))
+        group = self.sequencer.join_group(wave)
+        finished = []
+        for seq, computed, complete in rows:
+            prompt = self._prompts[seq]
+            if isinstance(prompt.name, str):
+                self.store.publish(prompt, computed)
+            if complete:
+                served = self._served[seq]
+                served.produced += 1
+                served.prefilled = served.prefilled or self._now
+                if served.produced >= served.offered.output:
+                    finished.append(seq)
+        self._applied()
+        for seq in finished:
+            self._leave(seq, keep=True)
+            self._member.finish(seq)
+            self._served[seq].done = self._now
+            self._next()
+        self.sequencer.output(wave, group, finished)
+        if finished:
+            self.sequencer.reconsider(self._member.reusable, _BLOCK)
+        self._leader.wave_finished(self._position, [(seq, computed) for seq, computed, _ in rows])
+        self._leader.finished(finished)
+        self._tell_room()
+
+    def _leave(self, seq: int, keep: bool) -> None:
+        prompt = self._prompts[seq]
+        if seq in self._begun:
+            self.store.leave(prompt, keep)
+            self._begun.discard(seq)
+        else:
+            lease = self._member.leases.get(seq)
+            assert lease is not None
+            self._member.leases.release(lease)
+
+    def _drop(self, d: Drop) -> None:
+        for seq in d.seqs:
+            self._leave(seq, keep=False)
+            served = self._served[seq]
+            if d.retract:
+                self._uncommitted += 1
+                self._member.retract(seq)
+                length = served.offered.tokens + served.produced
+                self._prompts[seq].length = length
+                remaining = served.offered.output - served.produced
+                self._leader.retracted(seq, length, remaining, self._position)
+            else:
+                self._member.finish(seq)
+                served.rejected, served.done = "no room for another token", self._now
+                self._leader.finished([seq])
+                self._next()
+        self._tell_room()
+
+    def _tell_room(self) -> None:
+        if self._member.freed():
+            self._answer(self._member.capacity())
+
+    def _next(self) -> None:
+        """One is done: who waits outside comes."""
+        if self._queue:
+            self._at(self._now, partial(self._arrive, self._queue.popleft()))

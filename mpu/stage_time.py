@@ -1,0 +1,135 @@
+"""How long a stage takes for a wave, learned from observations.
+
+The time is taken as linear in the load of the wave with coefficients that are never negative: so much a wave
+(weights are read once, kernels launched), a token, a pair of tokens in attention, a prefix token (its KV is
+read, or expanded, once for each span) and a span. That is the usual cost model of prefill. What it cannot
+express ends in the residual, of which the fit sees the relative size: a short wave counts as much as a long
+one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_wavepp.mpu.planner import Load
+
+_WINDOW = 256
+"""Observations of a stage that count: older ones were another load, or another clock."""
+_FIRST = 8
+"""With fewer observations nothing is said about a stage."""
+_EVERY = 64
+"""Observations between two fits, once there are as many."""
+_OUTLIER = 4.0
+"""Residuals beyond so many times the median one are left out: a stage was interrupted."""
+_RIDGE = np.array([1e-4, 1e-6, 1e-6, 1e-4, 1e-4])
+"""Relative; decides where the observations do not. If all waves were alike, what they took is put down to
+their tokens rather than to the wave: then smaller waves are tried, and tell."""
+
+
+class StageTime(NamedTuple):
+    """Microseconds of a stage for each unit of a wave's load."""
+
+    wave: float
+    token: float
+    attention: float
+    prefix: float
+    span: float
+
+    def of(self, load: Load) -> float:
+        """Microseconds for a wave. O(1)."""
+        return self.wave + self.work(load)
+
+    def work(self, load: Load) -> float:
+        """What of it does not go away if the wave is joined with another one."""
+        tokens, attention, prefix, spans = load
+        return self.token * tokens + self.attention * attention + self.prefix * prefix + self.span * spans
+
+    def begin(self, prefix: int) -> float:
+        """What a span costs besides its tokens if `prefix` tokens are before it."""
+        return self.span + self.prefix * prefix
+
+    def tokens_in(self, time: float, prefix: int) -> int:
+        """Tokens behind `prefix` that take at most this long, without the beginning of the span."""
+        if time <= 0:
+            return 0
+        linear, half = self.token + self.attention * prefix, self.attention / 2
+        if linear <= 0 and half <= 0:
+            return 1 << 60
+        # The root of half * x^2 + linear * x = time, in the form that also holds for half = 0.
+        return int(2 * time / (linear + (linear * linear + 4 * half * time) ** 0.5))
+
+
+class Observations:
+    """The latest waves of one stage, and the times fitted to them."""
+
+    def __init__(self) -> None:
+        self._rows: NDArray[np.float64] = np.empty((_WINDOW, 6))
+        self.count = 0
+        self.time: StageTime | None = None
+        """None until there are observations enough."""
+
+    def add(self, load: Load, elapsed_us: int) -> bool:
+        """Count one wave. True if the times were fitted anew. A fit is O(window)."""
+        self._rows[self.count % _WINDOW] = (1.0, *load, max(1, elapsed_us))
+        self.count += 1
+        due = self.count % _EVERY == 0 or self.count in (_FIRST, 2 * _FIRST, 4 * _FIRST)
+        if due:
+            self._fit()
+        return due
+
+    @property
+    def mean(self) -> Load:
+        """The mean load of the waves in the window."""
+        return Load(*self._rows[: min(self.count, _WINDOW), 1:5].mean(axis=0).tolist())
+
+    def _fit(self) -> None:
+        rows = self._rows[: min(self.count, _WINDOW)]
+        relative = rows[:, :5] / rows[:, 5:]
+        found = nonnegative_least_squares(relative, np.ones(len(rows)), _RIDGE)
+        residual = np.abs(relative @ found - 1.0)
+        inside = residual <= _OUTLIER * max(float(np.median(residual)), 1e-3)
+        if not inside.all():
+            found = nonnegative_least_squares(relative[inside], np.ones(int(inside.sum())), _RIDGE)
+        self.time = StageTime(*found.tolist())
+
+
+def nonnegative_least_squares(
+    rows: NDArray[np.float64], values: NDArray[np.float64], ridge: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The x >= 0 with the smallest |rows @ x - values|, by the active sets of Lawson and Hanson.
+
+    `ridge` holds each x back, relative to the length of its column; above 0 if columns may be alike.
+    O(rows * columns^2 + columns^4); a few columns are meant.
+    """
+    scale = np.sqrt((rows * rows).sum(axis=0))
+    scale[scale == 0] = 1.0
+    scaled = rows / scale
+    gram = scaled.T @ scaled + np.diag(ridge)
+    moment = scaled.T @ values
+    x = np.zeros(rows.shape[1])
+    active = np.zeros(rows.shape[1], dtype=bool)
+    for _ in range(3 * rows.shape[1]):
+        gradient = moment - gram @ x
+        gradient[active] = -np.inf
+        best = int(np.argmax(gradient))
+        if gradient[best] <= 1e-9:
+            break
+        active[best] = True
+        while True:
+            chosen = np.flatnonzero(active)
+            target = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
+            if (target > 0).all():
+                x[:] = 0.0
+                x[chosen] = target
+                break
+            # Go as far as the first coefficient that would turn negative, and take that one out.
+            falling = target <= 0
+            step = x[chosen][falling] / (x[chosen][falling] - target[falling])
+            x[chosen] += float(step.min()) * (target - x[chosen])
+            active[chosen[falling][step <= step.min()]] = False
+            x[~active] = 0.0
+    answer: NDArray[np.float64] = x / scale
+    return answer

@@ -1,0 +1,157 @@
+"""Waves of equal time: the planner that learns what a wave costs.
+
+A pipeline whose stages take equally long for a wave is a proportionate flow shop. Waves that take t1 ... tn
+on each of P stages are through after sum(t) + (P - 1) * max(t), in whatever order: the bubbles of filling and
+draining depend on the longest wave alone (Pinedo, Scheduling, section 6.1). Two things follow. Small waves at
+the beginning or the end of the work win nothing, so the target is one time for all. And a wave costs
+something besides its tokens, c, so n equal waves for work T are through after (n + P - 1) * (T / n + c),
+which is least for n = sqrt((P - 1) * T / c). Where stages differ, P is the sum of their times over the
+longest.
+
+The target is that number of waves, but not more than the ring R holds: with as many under way no stage waits
+for one, even if new work keeps coming, and each more would only cost c. T is all work that is known and not
+finished, that in flight included, so a ring that is full of large waves is not followed by crumbs.
+
+Throughput is not traded for latency: waves become smaller only where the formula says that all work is
+through earlier, and only while fewer than R of the largest are known. Before a stage has been observed often
+enough, waves are static.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from sglang_wavepp.mpu.packing import Pending, pack
+from sglang_wavepp.mpu.planner import NOTHING, Load, WaveLimits, load_of
+from sglang_wavepp.mpu.stage_time import Observations, StageTime
+
+_CRUMB = 0.1
+"""So much of a wave does not become one of its own: those before it are a little longer instead."""
+
+
+class TimedPlanner:
+    """Learns the stage times online, and cuts prompts into waves of equal time."""
+
+    def __init__(self, limits: WaveLimits) -> None:
+        self._limits = limits
+        self._stages = [Observations() for _ in range(limits.stages)]
+        self._slowest: StageTime | None = None
+        self._depth = float(limits.stages)
+        """Stages' times for a wave, summed, over the longest of them."""
+        self._target_us = 0.0
+        self.ahead = limits.ring * limits.budget
+
+    def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
+        """See `Planner`. O(ring + pending requests), fewer where the work fills the ring anyway."""
+        time = self._slowest
+        if time is None:
+            return pack(islice(pending, rows), self._limits.budget, self._limits.align)
+        under_way = sum(map(time.work, ring))
+        seen, work, all_seen = self._known(pending, under_way, time)
+        if work <= 0:  # nothing is pending, or the tokens of a wave make no difference
+            return pack(seen[:rows], self._limits.budget, self._limits.align)
+        share = (work + under_way) / self._waves(work + under_way, time.wave + time.begin(seen[0].begin))
+        if all_seen:
+            share = work / max(1, math.ceil(work / share - _CRUMB))
+        self._target_us = time.wave + share
+        return self._fill(seen, rows, share, time)
+
+    def observe(self, stage: int, load: Load, elapsed_us: int) -> None:
+        """See `Planner`."""
+        if self._stages[stage].add(load, elapsed_us):
+            self._compare()
+
+    def statistics(self) -> dict[str, Any]:
+        """See `Planner`. `stage_us`: what each stage, once observed, takes for a wave like the latest."""
+        load = self._load()
+        return {
+            "planner": "timed",
+            "budget": self._limits.budget,
+            "floor": self._limits.floor,
+            "target_us": round(self._target_us),
+            "stage_us": [o.time and round(o.time.of(load)) for o in self._stages],
+            "observed": [stage.count for stage in self._stages],
+            "slowest": None if self._slowest is None else self._slowest._asdict(),
+        }
+
+    # --- what is known -----------------------------------------------------------------------
+
+    def _load(self) -> Load:
+        """A wave like the latest ones, as the stage that was observed most often saw them."""
+        most = max(self._stages, key=lambda stage: stage.count)
+        return most.mean if most.count else NOTHING
+
+    def _compare(self) -> None:
+        """Find the slowest stage. One that was not observed is taken to be as slow."""
+        load = self._load()
+        known = [stage.time for stage in self._stages if stage.time is not None]
+        self._slowest = max(known, key=lambda time: time.of(load))
+        longest = self._slowest.of(load)
+        missing = self._limits.stages - len(known)
+        self._depth = missing + sum(time.of(load) for time in known) / longest if longest > 0 else 1.0
+
+    def _known(
+        self, pending: Iterable[Pending], under_way: float, time: StageTime
+    ) -> tuple[list[Pending], float, bool]:
+        """Requests, their work in microseconds, and whether these are all.
+
+        Those behind what fills the ring with waves like the next one at its largest do not matter.
+        """
+        _, token, attention, prefix, span = time
+        seen: list[Pending] = []
+        work, left, enough = 0.0, self._limits.budget, math.inf
+        for p in pending:
+            seen.append(p)
+            _, begin, end = p
+            new = end - begin
+            work += span + prefix * begin + (token + attention * (begin + new / 2)) * new
+            if left > 0:
+                left -= new
+                if left <= 0:
+                    enough = self._limits.ring * work - under_way
+            if work >= enough:
+                return seen, work, False
+        return seen, work, True
+
+    def _waves(self, work: float, each: float) -> float:
+        """Into how many waves the work is best cut if one more costs so much, in microseconds."""
+        ring = self._limits.ring * self._depth / self._limits.stages
+        best = math.sqrt((self._depth - 1) * work / each) if each > 0 else math.inf
+        return max(1.0, min(ring, best))
+
+    # --- packing -----------------------------------------------------------------------------
+
+    def _fill(self, seen: Sequence[Pending], rows: int, share: float, time: StageTime) -> list[Pending]:
+        """Fill one wave, first come first served, up to the budget and `share` microseconds of work."""
+        align, floor = self._limits.align, self._limits.floor
+        spans: list[Pending] = []
+        tokens, room = self._limits.budget, share
+        for p in seen[:rows]:
+            seq, begin, end = p
+            work = time.work(load_of((p,)))
+            if end - begin <= tokens and work <= room + share * _CRUMB:
+                spans.append(p)
+                tokens -= end - begin
+                room -= work
+                continue
+            new = min(tokens, time.tokens_in(room - time.begin(begin), begin))
+            if spans and (new < floor or not self._worth(p, new, room / share, share, time)):
+                break
+            cut = (begin + max(new, floor)) // align * align
+            spans.append(Pending(seq, begin, min(cut, end)))
+            break
+        return spans
+
+    def _worth(self, p: Pending, new: int, unused: float, share: float, time: StageTime) -> bool:
+        """Shall `new` tokens of a request fill up a wave of which `unused`, a fraction, is left?
+
+        That saves a part of another wave, but where it cuts the request once more, its prefix is read again.
+        """
+        _, begin, end = p
+        begins = time.begin(begin)
+        most = max(1, min(self._limits.budget, time.tokens_in(share - begins, begin)))
+        more = 1 + math.ceil((end - begin - new) / most) - math.ceil((end - begin) / most)
+        return more * begins <= unused * time.wave

@@ -1,0 +1,64 @@
+"""How long a stage takes for its waves, for a planner that learns from it.
+
+A wave counts from when its input is there and the wave before it is through, so neither waiting nor what was
+launched ahead is part of it. Devices measure with events. A device without timed events (the CPU) works
+while the launch lasts, and the host's clock says the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+
+class WaveTimer:
+    """Times launches. Used by the wave loop alone; nothing here waits.
+
+    Args:
+        device: torch's module of the device (`torch.cuda`, ...).
+        stream: where the forward passes run.
+    """
+
+    def __init__(self, device: Any, stream: Any) -> None:
+        self._device, self._stream = device, stream
+        self._pending: deque[tuple[int, Any, Any, Any]] = deque()
+        """Prefill waves as (wave, start, end of the wave before, end)."""
+        self._ready: list[tuple[int, int]] = []
+        self._start: Any = None
+        self._end: Any = None
+        try:
+            device.Event(enable_timing=True)
+            self._events = True
+        except TypeError:
+            self._events = False
+
+    def start(self) -> None:
+        """A wave is launched next; its input was received, on the current stream."""
+        if self._events:
+            self._start = self._device.Event(enable_timing=True)
+            self._start.record(self._device.current_stream())
+        else:
+            self._start = time.perf_counter()
+
+    def stop(self, wave: int, counts: bool) -> None:
+        """It was launched. Without `counts` only what follows it is measured."""
+        if not self._events:
+            if counts:
+                self._ready.append((wave, round((time.perf_counter() - self._start) * 1e6)))
+            return
+        before, self._end = self._end, self._device.Event(enable_timing=True)
+        self._end.record(self._stream)
+        if counts:
+            self._pending.append((wave, self._start, before, self._end))
+
+    def take(self) -> list[tuple[int, int]]:
+        """Prefill waves that are through and were not taken yet: (wave, microseconds)."""
+        while self._pending and self._pending[0][3].query():
+            wave, start, before, end = self._pending.popleft()
+            took = start.elapsed_time(end)
+            if before is not None:
+                took = min(took, before.elapsed_time(end))
+            self._ready.append((wave, round(took * 1e3)))
+        taken, self._ready = self._ready, []
+        return taken
