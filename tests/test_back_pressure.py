@@ -124,9 +124,11 @@ def test_requests_stay_with_sglang_while_payloads_wait(
     for rid in rids:
         sock_send(client, AbortReq(rid=rid))
 
+    sources = (leader.control, leader.bulk, requests)
+
     def turn(count: int) -> None:
         def came_by_now() -> bool:
-            wave._turn()
+            wave._turn(sources)
             return len(came) >= count
 
         until(came_by_now)
@@ -135,7 +137,7 @@ def test_requests_stay_with_sglang_while_payloads_wait(
     turn(5)
     assert requests.poll(BOUND * 1000), "there are more"
     assert not poller.poll(0), "but they do not wake the thread"
-    wave._turn()
+    wave._turn(sources)
     assert len(came) == 5
     for member in members:
         take(member, 5)
