@@ -173,10 +173,8 @@ def shared(
         return start(model, logs / "wave4.log", pp_size=4, wavepp=True, page_size=16, flags=flags)
 
     def unequal() -> Server:
-        from soak import FLAGS
-
-        pools = ",".join(map(str, POOLS))
-        flags = ("--wavepp-pool-tokens", pools, "--wavepp-decision-log", str(unequal_decisions), *FLAGS)
+        flags = ("--wavepp-pool-tokens", ",".join(map(str, POOLS)), "--wavepp-decode-reserve", "64")
+        flags += ("--wavepp-decision-log", str(unequal_decisions))
         env = {"PYTHONPATH": str(Path(__file__).with_name("disturbed"))}
         log = logs / "unequal.log"
         return start(model, log, pp_size=len(POOLS), wavepp=True, flags=flags, env=env)

@@ -30,7 +30,7 @@ from test_oracle import VOCABULARY, generate
 
 from sglang_wavepp.launch.models import make_model
 from sglang_wavepp.launch.server import Server, ServerError
-from sglang_wavepp.messages import Commit, Decision, Drop, Output, Prefill, decode_decision
+from sglang_wavepp.messages import Commit, Decision, Decode, Drop, Output, Prefill, decode_decision
 from sglang_wavepp.record import read
 
 SESSIONS, TURNS, CLIENTS = 16, 3, 8
@@ -42,8 +42,6 @@ LONG = 300
 """Tokens that a request which will be cancelled asks for."""
 COLD = 0.08
 """Share of the prompt tokens that nothing else begins with."""
-FLAGS = ("--wavepp-decode-reserve", "64", "--wavepp-run-ahead", "4")
-"""Of a server for the load: outputs ask for more room, and a long prompt is not planned at once."""
 GROWTH = 24 * 2**20
 """Bytes that a stage may grow by on average after the first third of the time."""
 
@@ -96,7 +94,9 @@ def cancelled_at(log: Iterable[Decision]) -> Counter[str]:
         if isinstance(d, Commit):
             state[d.seq] = "admitted"
         elif isinstance(d, Prefill):
-            state |= {span.seq: "decoding" if span.last else "in its prompt" for span in d.spans}
+            state |= {span.seq: "in its prompt" for span in d.spans}
+        elif isinstance(d, Decode):
+            state |= dict.fromkeys(d.seqs, "decoding")
         elif isinstance(d, Output):
             state |= dict.fromkeys(d.finished, "ended")
         elif isinstance(d, Drop):
@@ -193,18 +193,23 @@ class Soak:
         self.counts["answers"] += 1
 
     def _cold(self, rng: random.Random) -> None:
-        """A long prompt of its own, which is cancelled in its middle, unless others' waves came first."""
+        """A prompt of its own, longer than all others, which is cancelled as soon as it is admitted."""
         if self.counts["cold tokens"] < COLD * self.counts["prompt tokens"]:
-            prompt = rng.choices(VOCABULARY, k=1800)
-            self.counts["cold tokens"] += len(prompt)
-            self._cancel("after some waves", rng, Turn(prompt, []))
+            self.counts["cold prompts"] += 1
+            length = max(SYSTEM) + 500 + self.counts["cold prompts"]
+            self.counts["cold tokens"] += length
+            self._cancel("admitted", rng, Turn(rng.choices(VOCABULARY, k=length), []))
         self._pause(rng, 2.0)
+
+    def _admitted(self, length: int) -> bool:
+        """Has stage 0 logged the COMMIT of a prompt of this length?"""
+        log = read(min(self.decisions.iterdir()))[1]
+        return any(isinstance(d, Commit) and d.length == length for d in map(decode_decision, log))
 
     def _cancel(self, point: str, rng: random.Random, turn: Turn) -> None:
         """A client that aborts its request, or goes away, at some point of it."""
         rid = f"cancelled-{rng.random()}"
         self.counts["prompt tokens"] += len(turn.prompt)
-        waves = statistics(self.server)["prefill_waves"] + rng.randrange(1, 4)
         new = len(turn.output) if point == "after the last" else LONG
         sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         body = {"rid": rid, "input_ids": turn.prompt, "stream": True, "sampling_params": sampling}
@@ -214,8 +219,8 @@ class Soak:
             lines = (line for line in answer.iter_lines() if line.startswith(b"data: {"))
             if point == "a little later":
                 self._pause(rng, 1.0)
-            elif point == "after some waves":
-                eventually(lambda: statistics(self.server)["prefill_waves"] > waves, "a wave")
+            elif point == "admitted":
+                eventually(lambda: self._admitted(len(turn.prompt)), "admission", bound=300.0)
             elif point == "after some tokens":
                 seen.extend(itertools.islice(lines, rng.randrange(1, 20)))
             elif point == "after the last":
@@ -294,7 +299,8 @@ def main() -> None:
             expected = sessions(stock)
         decisions = directory / "decisions"
         decisions.mkdir()
-        flags = ("--wavepp-pool-tokens", args.pools, "--wavepp-decision-log", str(decisions), *FLAGS)
+        flags = ("--wavepp-pool-tokens", args.pools, "--wavepp-decode-reserve", "64")
+        flags += ("--wavepp-decision-log", str(decisions))
         log = Path(tempfile.gettempdir()) / "wavepp-soak.log"
         with start(model, log, pp_size=args.pp_size, wavepp=True, flags=flags) as server:
             soak = Soak(server, expected, decisions, args.seed)
