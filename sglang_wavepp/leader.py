@@ -222,8 +222,8 @@ class Leader:
 
     def arrive(
         self, seq: int, tokens: Sequence[int], remaining: int, chain: Sequence[int] = (), rank: int = 0
-    ) -> None:
-        """A request came in and was offered to every stage.
+    ) -> int:
+        """A request came in and is offered to every stage; the log position that their hints have to count.
 
         `tokens` is its prompt, `chain` the hashes of its full blocks (none if its KV is not to be shared),
         `remaining` the output tokens that it may produce. Requests of a lower `rank` go first.
@@ -231,6 +231,7 @@ class Leader:
         self._prompts.add(seq, tokens, chain)
         self._ranks[seq] = rank
         self._new[seq] = Admission(seq, len(tokens), remaining, self._now(), rank)
+        return self._prompts.continued(seq)
 
     def retracted(self, seq: int, length: int, remaining: int, position: int) -> None:
         """A committed request gave its room back: it returns to the head of the queue.
@@ -254,6 +255,7 @@ class Leader:
     def finished(self, seqs: Iterable[int]) -> None:
         """Committed requests ended."""
         for seq in seqs:
+            self._prompts.ended(seq, self._position)
             self._leave(seq)
             self._forget(seq)
             self._unblock()

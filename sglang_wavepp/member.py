@@ -104,10 +104,14 @@ class Member:
             return False
         return True
 
-    def offered(self, seq: int, prefix: Any) -> None:
-        """A request is ready on this stage (payload verified, grammar compiled): hint its prefix."""
+    def offered(self, seq: int, prefix: Any, position: int = 0) -> None:
+        """A request is ready on this stage (payload verified, grammar compiled): hint its prefix.
+
+        Once the log is applied up to `position`: up to there other requests leave what this one may reuse.
+        """
         self._offered[seq] = prefix
-        self._hint([seq])
+        if not self._comes_early(HintQuery(self.epoch, position, [seq])):
+            self._hint([seq])
 
     def failed(self, seq: int, error: str) -> None:
         """This stage cannot serve the request. The leader decides what becomes of it."""

@@ -64,11 +64,13 @@ class Refuse(Message, frozen=True):
 class Offer(Message, frozen=True):
     """A new request. Two more frames of the same multipart message follow: its payload, and the chained
     hashes of its prompt's full blocks as raw uint64 (none where nothing is ever reused). `digest` covers
-    both.
+    both. A stage hints once it has applied the log up to `position`, from where on it has in its tree what
+    the prompt continues.
     """
 
     seq: int
     digest: int
+    position: int = 0
 
 
 class HintQuery(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,10 @@ class Awaited(NamedTuple):
 
     seq: int
     tokens: int
+
+
+_RECENT = 64
+"""Requests that ended last, of which the stages may not have all in their trees yet."""
 
 
 class _Prompt(NamedTuple):
@@ -32,10 +37,35 @@ class PromptsInFlight:
         self._prompts: dict[int, _Prompt] = {}
         self._computed: dict[int, int] = {}
         """seq -> prompt tokens that every stage has, of committed requests with full blocks to compute."""
+        self._ended: deque[tuple[int, Sequence[int], int]] = deque(maxlen=_RECENT)
+        """Of requests that ended: full blocks, hash of the last (or the tokens), log position after it."""
 
     def add(self, seq: int, tokens: Sequence[int], chain: Sequence[int]) -> None:
         """A request came in. `chain`: the hashes of its full prompt blocks, none if its KV is not shared."""
         self._prompts[seq] = _Prompt(tokens, chain)
+
+    def ended(self, seq: int, position: int) -> None:
+        """The request has ended before `position` of the log; what it computed is cached from there on."""
+        prompt = self._prompts[seq]
+        blocks = len(prompt.chain)
+        if blocks or len(prompt.tokens) < self._block:
+            self._ended.append((blocks, prompt.chain[-1:] if blocks else prompt.tokens, position))
+
+    def continued(self, seq: int) -> int:
+        """The log position from which on a stage has what this request's prompt continues; 0 if it is none.
+
+        O(1), for each of the last requests that ended.
+        """
+        tokens, chain = self._prompts[seq]
+        position = 0
+        for blocks, end, at in self._ended if len(chain) or len(tokens) < self._block else ():
+            if blocks:
+                follows = blocks <= len(chain) and chain[blocks - 1] == end[0]
+            else:
+                follows = tokens[: len(end)] == end
+            if follows:
+                position = at
+        return position
 
     def forget(self, seq: int) -> None:
         """The request is over."""

@@ -207,8 +207,8 @@ class MemberWave(Wave):
     def __init__(self, stage: Any, plane: MemberPlane, peers: dict[int, int | None]) -> None:
         super().__init__(stage, plane, peers)
         self._outbox: deque[Message] = deque()
-        self._building: dict[int, tuple[int, array[int]]] = {}
-        """Digest and prompt hashes of requests that are being built."""
+        self._building: dict[int, tuple[Offer, array[int]]] = {}
+        """Requests that are being built, with their prompt hashes."""
         self._took: list[tuple[int, int]] = []
         """How long the stage took for prefill waves, to go with the next heartbeat."""
 
@@ -282,12 +282,12 @@ class MemberWave(Wave):
             return
         with self.guarded():
             req, ready = self.stage.intake.build(offer.seq, request)
-        self._building[offer.seq] = offer.digest, hashes
+        self._building[offer.seq] = offer, hashes
         if ready:
             self._built(offer.seq, req)
 
     def _built(self, seq: int, req: Any | None) -> None:
-        digest, hashes = self._building.pop(seq)
+        offer, hashes = self._building.pop(seq)
         hints = self.stage.hints
         if req is None:
             self.stage.member.failed(seq, "the request is not valid here")
@@ -296,4 +296,4 @@ class MemberWave(Wave):
         elif len(hashes) != (0 if hints is None else len(req.origin_input_ids) // hints.block):
             self.stage.member.failed(seq, f"{len(hashes)} prompt hashes do not fit its prompt here")
         else:
-            self.stage.member.offered(seq, RequestPrefix(req, digest, hashes, hints))
+            self.stage.member.offered(seq, RequestPrefix(req, offer.digest, hashes, hints), offer.position)

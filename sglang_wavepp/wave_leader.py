@@ -342,8 +342,9 @@ class LeaderWave(Wave):
             s._set_or_validate_priority(req)  # SGLang has not yet, if its grammar is being compiled
         rank = req.priority * s.policy.priority_sign if s.enable_priority_scheduling else 0
         shared: Sequence[int] = hashes if prefix.max_boundary > 0 else ()
-        self.leader.arrive(seq, req.origin_input_ids, req.sampling_params.max_new_tokens, shared, rank)
-        self._plane.send(None, Offer(seq, prefix.digest), payload, chain)
+        remaining = req.sampling_params.max_new_tokens
+        position = self.leader.arrive(seq, req.origin_input_ids, remaining, shared, rank)
+        self._plane.send(None, Offer(seq, prefix.digest, position), payload, chain)
         self.stage.member.arrives(seq)
         if ready:
             self._built(seq, req)

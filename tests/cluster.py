@@ -121,8 +121,8 @@ class SimStage:
         self.computed: dict[int, list[tuple[int, int]]] = {}
         self.prompt_tokens = 0
         """Prompt tokens that were computed, not reused."""
-        self.building: dict[int, None] = {}
-        """Requests that were offered and are not ready yet."""
+        self.building: dict[int, int] = {}
+        """Requests that were offered and are not ready yet: log positions that hints have to count."""
         self.inbox: deque[tuple[int, bytes]] = deque()
         self.outputs: dict[int, list[int]] = {}
         """Every request's sampled tokens: must be equal on all stages in the end."""
@@ -398,11 +398,11 @@ class Cluster:
         self.known.add(seq)
         self.payloads[seq] = (tokens, min(max_new, self.longest - len(tokens)))
         hashes = chain(array("q", tokens), self.leader.limits.block, SEED)
-        self.leader.arrive(seq, tokens, self.payloads[seq][1], hashes, rank)
+        position = self.leader.arrive(seq, tokens, self.payloads[seq][1], hashes, rank)
         for channel in self.bulk[1:]:
-            channel.send(Offer(seq, 0))
+            channel.send(Offer(seq, 0, position))
         self.stages[0].member.arrives(seq)
-        self.stages[0].building[seq] = None
+        self.stages[0].building[seq] = position
         self.settle()
 
     def abort(self, seq: int) -> None:
@@ -541,11 +541,11 @@ class Cluster:
     def build(self, seq: int, rank: int) -> None:
         """A request is ready on a stage, or cannot be served there."""
         stage = self.stages[rank]
-        del stage.building[seq]
+        position = stage.building.pop(seq)
         if self.fails(rank):
             stage.member.failed(seq, "it is not valid here")
         else:
-            stage.member.offered(seq, Request(seq, *self.payloads[seq]))
+            stage.member.offered(seq, Request(seq, *self.payloads[seq]), position)
 
     def _build_one(self, rank: int) -> bool:
         self.build(self.rng.choice(list(self.stages[rank].building)), rank)
@@ -559,7 +559,7 @@ class Cluster:
         if frame is not None:
             offer = decode_from_leader(frame)
             if isinstance(offer, Offer) and self.stages[rank].member.arrives(offer.seq):
-                self.stages[rank].building[offer.seq] = None
+                self.stages[rank].building[offer.seq] = offer.position
         return True
 
     def _deliver_to_member(self, rank: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -216,3 +217,20 @@ def test_a_hint_is_asked_for_again_only_where_that_may_pay(shared: bool, waves: 
     (sent,) = (message for _, message in leader.outbox)
     assert isinstance(sent, HintQuery if again else Hold)
     assert [event.seq for event in leader.events] == [0, 1]  # type: ignore[union-attr]
+
+
+def test_the_next_turn_reuses_all_of_the_turn_before_also_on_stages_that_lag_behind() -> None:
+    """It arrives when stage 0 has just ended the turn before; the others have still to apply that."""
+    for seed, length in itertools.product(range(4), (3, 30)):  # less than a block, and several
+        cluster = Cluster(seed, stages=3, pools=[300] * 3, budget=BUDGET)
+        cluster.submit(0, tuple(range(length)), 6)
+        while 0 not in cluster.stages[0].outputs or cluster.mail:
+            cluster.step()
+        # The others hear of the new request, but their loops do nothing yet.
+        cluster.takes_its_time = lambda rank: True  # type: ignore[method-assign]
+        said = (*range(length), *cluster.stages[0].outputs[0])
+        cluster.submit(1, (*said, 97, 98, 99), 2)
+        cluster.ready()
+        cluster.deliver_all()
+        _rest(cluster)
+        assert cluster.committed[-1].boundary == len(said) - 1, "all but the last token, which has no KV"
