@@ -94,8 +94,9 @@ def test_mixed_batches_give_the_same_answers(wave4: Server, expected: list[tuple
     before = statistics(wave4)
     assert outputs(sessions(wave4, 8)) == outputs(expected)
     after = statistics(wave4)
+    # Eight clients are spread over a decode group for each stage.
     rows = len(expected) * 2 * (NEW - 1)
-    assert after["decode_waves"] - before["decode_waves"] < rows // 2, "few decode waves had several rows"
+    assert after["decode_waves"] - before["decode_waves"] < rows * 4 // 5, "few decode waves had several rows"
     assert after["held"] == NOTHING
 
 
