@@ -225,7 +225,7 @@ class Beat(Message, frozen=True):
 
     applied: int
     doing: str
-    took: list[tuple[int, int]] = []
+    took: tuple[tuple[int, int], ...] = ()
 
 
 # --- decisions -------------------------------------------------------------------------------
