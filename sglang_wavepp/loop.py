@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sglang.srt.managers.io_struct import PauseGenerationReqInput, RpcReqOutput, ShutdownReq
@@ -270,7 +270,7 @@ class LeaderLoop(StageLoop):
                 self.sequencer.reconsider(self.stage.member.reusable, self.stage.block)
         self.stage.wave.wave_finished(self.log.position, computed, finished, freed)
 
-    def took(self, stage: int, times: list[tuple[int, int]]) -> None:
+    def took(self, stage: int, times: Iterable[tuple[int, int]]) -> None:
         """How long a stage took for prefill waves: (wave, microseconds)."""
         for wave, elapsed_us in times:
             self.sequencer.took(stage, wave, elapsed_us)

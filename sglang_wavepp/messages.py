@@ -234,7 +234,7 @@ class Beat(Message, frozen=True):
     applied: int
     doing: str
     taken: int = 0
-    took: list[tuple[int, int]] = []
+    took: tuple[tuple[int, int], ...] = ()
 
 
 # --- decisions -------------------------------------------------------------------------------

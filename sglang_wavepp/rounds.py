@@ -257,10 +257,10 @@ class MemberPlane(_Plane):
         """Send to stage 0. Never blocks. Raises `ProtocolError` if it is gone."""
         self._send(self.control, message)
 
-    def beat(self, applied: int, doing: str, took: list[tuple[int, int]] | None = None) -> None:
+    def beat(self, applied: int, doing: str, took: tuple[tuple[int, int], ...] = ()) -> None:
         """Tell stage 0 that this stage lives, what it has taken, and how long its waves took."""
         self._untold = 0
-        self.send(Beat(applied, doing, self._taken, took or []))
+        self.send(Beat(applied, doing, self._taken, took))
 
     @property
     def beat_due(self) -> bool:

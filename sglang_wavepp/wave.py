@@ -227,7 +227,7 @@ class MemberWave(Wave):
 
     def _beat(self) -> None:
         loop = self.stage.loop
-        self._plane.beat(loop.log.position, loop.progress.doing, self._took[-_TIMES:])
+        self._plane.beat(loop.log.position, loop.progress.doing, tuple(self._took[-_TIMES:]))
         self._took.clear()
 
     def _flush(self) -> None:
