@@ -9,7 +9,8 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-from cluster import Cluster, Guard, SimStage
+from cluster import Cluster
+from sim_stage import Guard, SimStage
 
 from sglang_wavepp.leader import Committed, Leader, State
 from sglang_wavepp.member import Member

@@ -26,7 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from bugs import BUGS, broken
-from cluster import Channel, Cluster, SimStage
+from cluster import Cluster
+from sim_stage import Channel, SimStage
 
 from sglang_wavepp.errors import ProtocolError, WavePPError
 from sglang_wavepp.messages import (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
+from conftest import eventually
 from sglang.srt.managers.io_struct import AbortReq, sock_send
 
 from sglang_wavepp import rounds
@@ -29,13 +30,6 @@ Planes = tuple[LeaderPlane, list[MemberPlane]]
 PAYLOAD = bytes(LIMIT // 4)
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
-
-
 @pytest.fixture
 def planes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Planes]:
     """Three stages that are connected, with a small limit on payloads."""
@@ -46,8 +40,8 @@ def planes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Planes]:
     for member in members:
         member.beat(0, "")
         member.bulk.send(b"")
-    until(lambda: came.update(rank for rank, _ in leader.receive()) or came == {1, 2})
-    until(lambda: list(leader.receive()) or leader.dropped == 2)
+    eventually(lambda: came.update(rank for rank, _ in leader.receive()) or came == {1, 2})
+    eventually(lambda: list(leader.receive()) or leader.dropped == 2)
     yield leader, members
     for plane in (leader, *members):
         plane.close()
@@ -56,7 +50,7 @@ def planes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Planes]:
 def take(member: MemberPlane, count: int) -> None:
     """Receive that many messages of stage 0."""
     got: list[Message] = []
-    until(lambda: got.extend(message for message, _ in member.receive()) or len(got) == count)
+    eventually(lambda: got.extend(message for message, _ in member.receive()) or len(got) == count)
 
 
 def test_stage_0_knows_how_much_waits_for_a_member(planes: Planes) -> None:
@@ -69,11 +63,11 @@ def test_stage_0_knows_how_much_waits_for_a_member(planes: Planes) -> None:
     assert members[0].beat_due and not members[1].beat_due
     members[0].beat(1, "")
     assert not members[0].beat_due
-    until(lambda: list(leader.receive()))
+    eventually(lambda: list(leader.receive()))
     assert leader.crowded, "the other one has taken nothing"
     take(members[1], 5)
     members[1].beat(1, "")
-    until(lambda: list(leader.receive()))
+    eventually(lambda: list(leader.receive()))
     assert not leader.crowded
     leader.send(1, Offer(5, 0), bytes(LIMIT + 1), b"")
     assert leader.crowded, "one that is larger than the limit goes alone"
@@ -131,7 +125,7 @@ def test_requests_stay_with_sglang_while_payloads_wait(
             wave._turn(sources)
             return len(came) >= count
 
-        until(came_by_now)
+        eventually(came_by_now)
         assert came == rids[:count]
 
     turn(5)
@@ -165,7 +159,7 @@ def test_hints_that_come_together_go_together_and_in_order(
         wave.send(message)
     wave.mail.drain()
     got: list[Message] = []
-    until(lambda: got.extend(message for _, message in leader.receive()) or len(got) >= 4)
+    eventually(lambda: got.extend(message for _, message in leader.receive()) or len(got) >= 4)
     assert got == [
         Hint(0, [item for hint in said[:3] for item in hint.items]),
         said[3],
@@ -174,6 +168,6 @@ def test_hints_that_come_together_go_together_and_in_order(
     ]
     wave.send(Beat(3, ""))
     wave.mail.drain()
-    until(lambda: got.extend(message for _, message in leader.receive()) or len(got) >= 5)
+    eventually(lambda: got.extend(message for _, message in leader.receive()) or len(got) >= 5)
     assert got[4:] == [Beat(3, "")], "nothing is said twice"
     wave.watch.close()

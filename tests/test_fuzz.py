@@ -37,6 +37,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:
         return st.lists(values(arguments[0]), max_size=4)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return st.lists(values(arguments[0]), max_size=4).map(tuple)
     if origin is tuple:
         return st.tuples(*map(values, arguments))
     if origin is dict:

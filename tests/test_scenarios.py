@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from cluster import Cluster, SimStage
+from cluster import Cluster
 from model_tree import Request
+from sim_stage import SimStage
 
 from sglang_wavepp.messages import Held, Hold, HoldItem, Prefill, Release
 

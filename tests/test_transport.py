@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed
 import zmq
+from conftest import eventually
 
 from sglang_wavepp.errors import HandshakeError, ProtocolError
 from sglang_wavepp.exchange import share_over
@@ -186,19 +187,12 @@ class Tcp:
     def received(self, count: int) -> list[tuple[int, Message]]:
         """Wait until stage 0 has received `count` messages."""
         got: list[tuple[int, Message]] = []
-        until(lambda: got.extend(self.leader.receive()) or len(got) >= count)
+        eventually(lambda: got.extend(self.leader.receive()) or len(got) >= count)
         return got
 
     def close(self) -> None:
         for plane in self._planes:
             plane.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
 
 
 @pytest.fixture
@@ -235,7 +229,7 @@ def test_stages_talk_over_tcp_on_one_interface_only(three: Tcp) -> None:
     three.leader.send(None, Offer(1, 2), payload, b"hashes")
     for member in members:
         got: list[Any] = []
-        until(lambda member=member, got=got: got.extend(member.receive()) or got)
+        eventually(lambda member=member, got=got: got.extend(member.receive()) or got)
         assert got == [(Offer(1, 2), [payload, b"hashes"])]
     for port in three.ports():
         socket.create_connection((LISTENS, port), BOUND).close()
@@ -257,7 +251,7 @@ def test_peers_without_a_key_of_the_server_are_never_heard(
     for sock in strangers:
         with contextlib.suppress(zmq.Again):  # turned away already
             sock.send(encode(Hello(1, 666, "", {}, {"kv_tokens": 1})), zmq.NOBLOCK)
-    until(lambda: all(map(broken_off, strangers)))
+    eventually(lambda: all(map(broken_off, strangers)))
     assert not list(three.leader.receive())
     assert three.leader.dropped == 1, "one of them knew the server's key, and had none of its own"
     (warning,) = caplog.messages
@@ -272,7 +266,7 @@ def test_a_key_is_good_for_one_stage(three: Tcp) -> None:
     """Stage 1 in the place of stage 2 is not heard, and does not get what stage 0 says to stage 2."""
     own, false = three.member(1), three.member(2, three.wires[0])
     false.send(Hello(2, 666, "", {}, {"kv_tokens": 1}))
-    until(lambda: not list(three.leader.receive()) and three.leader.dropped)
+    eventually(lambda: not list(three.leader.receive()) and three.leader.dropped)
     false.bulk.send_multipart((bytes(8), encode(Hello(2, 666, "", {}, {"kv_tokens": 1}))))
     own.bulk.send_multipart((bytes(8), encode(Beat(0, ""))))
     own.send(Hello(1, 1, "", {}, {"kv_tokens": 1}))
@@ -287,7 +281,7 @@ def test_once_all_are_connected_not_even_a_member_can_come_again(three: Tcp) -> 
     three.shake(members)
     again = three.member(1)
     again.send(Beat(6, "again"))
-    until(lambda: broken_off(again.control))
+    eventually(lambda: broken_off(again.control))
     members[0].send(Beat(5, "first"))
     assert three.received(1) == [(1, Beat(5, "first"))]
     with pytest.raises(ProtocolError, match="stage 0 cannot be reached"):
@@ -308,10 +302,10 @@ def test_a_broken_connection_is_an_error_on_both_sides(three: Tcp) -> None:
             return True
         return False
 
-    until(unreachable)
+    eventually(unreachable)
     three.leader.send(1, Beat(0, ""))
     three.leader.close()
-    until(lambda: broken_off(members[0].control))
+    eventually(lambda: broken_off(members[0].control))
     with pytest.raises(ProtocolError, match="stage 0 cannot be reached"):
         members[0].beat(0, "")
 
