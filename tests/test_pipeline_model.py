@@ -145,6 +145,23 @@ def test_admission_on_the_path_costs_what_it_takes() -> None:
     assert on.bubbles["host"] == pytest.approx(0.32)
 
 
+def test_t19_slow_messages_cost_nothing_while_they_take_less_than_a_wave() -> None:
+    """Half a millisecond, three and twenty beside waves of 86: two waves are admitted ahead.
+
+    With messages as slow as waves that is too little, and admission sets the pace.
+    """
+    requests = [Offered(tokens=4096)] * 96
+    options: dict[str, Any] = {"stages": 4, "budget": 4096}
+    fast, server = serve(requests, 24, **options)
+    wave = fast.busy[server.pipeline.slowest] / fast.waves
+    assert wave == pytest.approx(0.086, rel=0.01)
+    for delay in (0.5e-3, 3e-3, 20e-3):
+        slow, _ = serve(requests, 24, message_s=delay, **options)
+        assert fast.seconds / slow.seconds > 0.98
+    slow, _ = serve(requests, 24, message_s=wave, **options)
+    assert fast.seconds / slow.seconds < 0.6
+
+
 def test_the_least_recently_used_prefix_goes_first() -> None:
     store = PrefixStore(300, 4, 10)
     for name in "abc":

@@ -1,13 +1,14 @@
 """What went wrong for users of pipeline parallelism elsewhere, as scenarios on simulated clusters.
 
 The names say which of the field's cases a test is. The others are where they show best: T2 `soak`, T12
-`test_faults`, T18 and T20 `test_parity`, T24 `test_hint_index`, T25 `test_tree_contract`; of T1 the times are
-those of `benchmarks.admission`.
+`test_faults`, T18 and T20 `test_parity`, T19 and T23 `test_pipeline_model`, T24 `test_hint_index`; of T1 the
+times are those of `benchmarks.admission`.
 """
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from cluster import Cluster
@@ -106,6 +107,29 @@ def test_t5_an_abort_finds_its_request_in_every_place_of_the_ring(slot: int) -> 
     cluster.takes_its_time = lambda rank: False  # type: ignore[method-assign]
     _rest(cluster)
     assert set(cluster.stages[0].outputs) == set(range(12)) - {victim}
+
+
+def test_t6_no_clock_but_that_of_stage_0_is_looked_at_and_no_decision_hangs_on_it() -> None:
+    """A clock that jumps about changes nothing: waits are ended by what happens, or end the server."""
+    logs = set()
+    for hours in (0.0, 3600.0, -3600.0):
+        cluster = Cluster(11, stages=4, pools=[200, 190, 180, 210], budget=16)
+        for seq in range(6):
+            cluster.submit(seq, tuple(range(20 * seq, 20 * seq + 50)), 8)
+        for step in itertools.count():
+            if not cluster.step():
+                break
+            cluster.now += hours * (step % 7 == 3)
+            if step == 200:
+                cluster.abort(5)
+        cluster.check_quiet()
+        logs.add((cluster.stages[0].log.position, cluster.stages[0].log.digest))
+    assert len(logs) == 1
+    root = Path(__file__).parents[1]
+    for name in ("member", "log"):
+        assert "import time" not in (root / "sglang_wavepp" / f"{name}.py").read_text()
+    for source in (root / "radix").glob("*.py"):
+        assert "import time" not in source.read_text()
 
 
 def test_t7_nobody_is_admitted_before_all_stages_are_ready() -> None:
