@@ -202,7 +202,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise WavePPError("--plot needs matplotlib: pip install 'sglang-wavepp[bench]'") from None
+        raise WavePPError("--plot needs matplotlib (pip install matplotlib)") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -37,7 +37,7 @@ class PromptsInFlight:
         self._prompts: dict[int, _Prompt] = {}
         self._computed: dict[int, int] = {}
         """seq -> prompt tokens that every stage has, of committed requests with full blocks to compute."""
-        self._ended: deque[tuple[int, Sequence[int], int]] = deque(maxlen=_RECENT)
+        self._ended: deque[tuple[int, int | Sequence[int], int]] = deque(maxlen=_RECENT)
         """Of requests that ended: full blocks, hash of the last (or the tokens), log position after it."""
 
     def add(self, seq: int, tokens: Sequence[int], chain: Sequence[int]) -> None:
@@ -49,7 +49,8 @@ class PromptsInFlight:
         prompt = self._prompts[seq]
         blocks = len(prompt.chain)
         if blocks or len(prompt.tokens) < self._block:
-            self._ended.append((blocks, prompt.chain[-1:] if blocks else prompt.tokens, position))
+            end = prompt.chain[blocks - 1] if blocks else prompt.tokens
+            self._ended.append((blocks, end, position))
 
     def continued(self, seq: int) -> int:
         """The log position from which on a stage has what this request's prompt continues; 0 if it is none.
@@ -59,8 +60,8 @@ class PromptsInFlight:
         tokens, chain = self._prompts[seq]
         position = 0
         for blocks, end, at in self._ended if len(chain) or len(tokens) < self._block else ():
-            if blocks:
-                follows = blocks <= len(chain) and chain[blocks - 1] == end[0]
+            if isinstance(end, int):
+                follows = blocks <= len(chain) and chain[blocks - 1] == end
             else:
                 follows = tokens[: len(end)] == end
             if follows:
