@@ -73,7 +73,7 @@ class Cluster:
         trees = [ModelTree(pools[r], rows, page, states and states[r]) for r in range(stages)]
         self.stages = [SimStage(rank, self, tree) for rank, tree in enumerate(trees)]
         self.planner = PLANNERS[planner](
-            WaveLimits(stages=stages, ring=2 * stages, budget=budget, align=page)
+            WaveLimits(stages=stages, ring=2 * stages, budget=budget, align=page, least=budget // 4)
         )
         limits = Limits(
             stages=stages,

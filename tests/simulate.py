@@ -43,7 +43,7 @@ from sglang_wavepp.messages import (
     Release,
 )
 
-REST = 60_000
+REST = 120_000
 """Steps within which every server comes to rest."""
 TRACED = 80
 """Steps that are printed of a run that fails."""
@@ -291,7 +291,10 @@ class Simulation(Cluster):
             f"4a: stage {stage.rank} is in epoch {epoch}"
         )
         assert self.sequencer.in_flight <= 2 * len(self.stages), "4a: too many waves in flight"
-        at_rest = self.leader._round is None and not self.to_member[stage.rank].frames and not stage.inbox
+        whole = self.dead < 0 and not self.lost
+        at_rest = (
+            whole and self.leader._round is None and not self.to_member[stage.rank].frames and not stage.inbox
+        )
         if at_rest and not stage.busy and not self.mail and not self.stages[0].busy:
             ledger = stage.member.ledger
             for seq, until in self.leader._running.items():

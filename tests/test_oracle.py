@@ -137,7 +137,8 @@ def test_the_prefix_goes_on_when_its_first_request_is_aborted(wave2: Server) -> 
     prompts = _family(9, 1)
     wave2.post("/flush_cache")
     before = statistics(wave2)
-    body = {"rid": "first", "input_ids": prompts[0] + [7] * 5000, "sampling_params": {"max_new_tokens": 1}}
+    long = {"max_new_tokens": 2000, "ignore_eos": True}
+    body = {"rid": "first", "input_ids": prompts[0] + [7] * 5000, "sampling_params": long}
     with ThreadPoolExecutor(len(prompts)) as pool:
         first = pool.submit(wave2.post, "/generate", body)
         eventually(lambda: statistics(wave2)["prefill_waves"] > before["prefill_waves"])
