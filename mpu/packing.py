@@ -24,15 +24,16 @@ def pack(pending: Iterable[Pending], budget: int, align: int) -> list[Pending]:
     """
     spans: list[Pending] = []
     room = budget
-    for seq, begin, end in pending:
+    for p in pending:
         if room <= 0:
             break
+        seq, begin, end = p
         if end - begin > room:
             cut = (begin + room) // align * align
             if cut > begin:
                 spans.append(Pending(seq, begin, cut))
             break
-        spans.append(Pending(seq, begin, end))
+        spans.append(p)
         room -= end - begin
     return spans
 
@@ -46,9 +47,10 @@ def pack_whole(pending: Iterable[Pending], budget: int, align: int) -> list[Pend
     """
     spans: list[Pending] = []
     room = budget
-    for seq, begin, end in pending:
+    for p in pending:
+        seq, begin, end = p
         if end - begin <= room:
-            spans.append(Pending(seq, begin, end))
+            spans.append(p)
             room -= end - begin
             continue
         if not spans:

@@ -42,8 +42,11 @@ def budgets(limits: WaveLimits) -> list[int]:
 
 
 def choose(left: Sequence[int], budgets: Sequence[int], ring: int) -> int:
-    """The budget for requests with `left` tokens each. O(n log n)."""
-    total, ordered = sum(left), sorted(left)
+    """The budget for requests with `left` tokens each. O(n), O(n log n) if it is not the largest."""
+    total = sum(left)
+    if total >= ring * budgets[0]:
+        return budgets[0]
+    ordered = sorted(left)
     for budget in budgets:
         if total >= ring * budget or len(ordered) - bisect_right(ordered, budget // 2) >= ring:
             return budget
@@ -60,17 +63,10 @@ class MpuPlanner:
         self._budget = limits.budget
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
-        """See `Planner`. O(n log n) in the pending requests, O(ring) where the work fills the ring anyway."""
-        # As many as the rule has to see: those that supply the ring at the largest budget.
-        seen: list[Pending] = []
-        total = 0
-        for p in pending:
-            seen.append(p)
-            total += p[2] - p[1]
-            if total >= self.ahead:
-                break
-        self._budget = choose([end - begin for _, begin, end in seen], self._budgets, self._limits.ring)
-        return pack_whole(islice(seen, rows), self._budget, self._limits.align)
+        """See `Planner`. O(n) in the pending requests, O(n log n) where their tokens do not fill the ring."""
+        waiting = list(pending)
+        self._budget = choose([end - begin for _, begin, end in waiting], self._budgets, self._limits.ring)
+        return pack_whole(islice(waiting, rows), self._budget, self._limits.align)
 
     def observe(self, stage: int, load: Load, elapsed_us: int) -> None:
         """The rule knows tokens only."""

@@ -9,6 +9,7 @@ one.
 
 from __future__ import annotations
 
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,8 @@ from sglang_wavepp.mpu.planner import Load
 
 _WINDOW = 256
 """Observations of a stage that count: older ones were another load, or another clock."""
-_FIRST = 8
-"""With fewer observations nothing is said about a stage."""
+_FIRST = (8, 16, 32)
+"""Observations of a stage at the first fits; with fewer nothing is said about it."""
 _EVERY = 64
 """Observations between two fits, once there are as many."""
 _OUTLIER = 4.0
@@ -51,6 +52,11 @@ class StageTime(NamedTuple):
         """What a span costs besides its tokens if `prefix` tokens are before it."""
         return self.span + self.prefix * prefix
 
+    def span_work(self, begin: int, end: int) -> float:
+        """`work` of a wave with this span alone."""
+        new = end - begin
+        return self.begin(begin) + (self.token + self.attention * (begin + new / 2)) * new
+
     def tokens_in(self, time: float, prefix: int) -> int:
         """Tokens behind `prefix` that take at most this long, without the beginning of the span."""
         if time <= 0:
@@ -75,7 +81,7 @@ class Observations:
         """Count one wave. True if the times were fitted anew. A fit is O(window)."""
         self._rows[self.count % _WINDOW] = (1.0, *load, max(1, elapsed_us))
         self.count += 1
-        due = self.count % _EVERY == 0 or self.count in (_FIRST, 2 * _FIRST, 4 * _FIRST)
+        due = self.count % _EVERY == 0 or self.count in _FIRST
         if due:
             self._fit()
         return due
@@ -90,7 +96,7 @@ class Observations:
         relative = rows[:, :5] / rows[:, 5:]
         found = nonnegative_least_squares(relative, np.ones(len(rows)), _RIDGE)
         residual = np.abs(relative @ found - 1.0)
-        inside = residual <= _OUTLIER * max(float(np.median(residual)), 1e-3)
+        inside = residual <= _OUTLIER * max(median(residual.tolist()), 1e-3)
         if not inside.all():
             found = nonnegative_least_squares(relative[inside], np.ones(int(inside.sum())), _RIDGE)
         self.time = StageTime(*found.tolist())
@@ -101,35 +107,35 @@ def nonnegative_least_squares(
 ) -> NDArray[np.float64]:
     """The x >= 0 with the smallest |rows @ x - values|, by the active sets of Lawson and Hanson.
 
-    `ridge` holds each x back, relative to the length of its column; above 0 if columns may be alike.
-    O(rows * columns^2 + columns^4); a few columns are meant.
+    It begins with all columns, since mostly few of them end at 0. `ridge` holds each x back, relative to the
+    length of its column; above 0 if columns may be alike. O(rows * columns^2 + columns^4); a few columns are
+    meant.
     """
-    scale = np.sqrt((rows * rows).sum(axis=0))
+    gram = rows.T @ rows
+    scale = np.sqrt(gram.diagonal())
     scale[scale == 0] = 1.0
-    scaled = rows / scale
-    gram = scaled.T @ scaled + np.diag(ridge)
-    moment = scaled.T @ values
-    x = np.zeros(rows.shape[1])
-    active = np.zeros(rows.shape[1], dtype=bool)
+    gram = gram / np.outer(scale, scale) + np.diag(ridge)
+    moment = rows.T @ values / scale
+    x = np.ones(rows.shape[1])
+    active = np.ones(rows.shape[1], dtype=bool)
     for _ in range(3 * rows.shape[1]):
-        gradient = moment - gram @ x
-        gradient[active] = -np.inf
-        best = int(np.argmax(gradient))
-        if gradient[best] <= 1e-9:
-            break
-        active[best] = True
         while True:
             chosen = np.flatnonzero(active)
-            target = np.linalg.solve(gram[np.ix_(chosen, chosen)], moment[chosen])
-            if (target > 0).all():
-                x[:] = 0.0
+            target = np.linalg.solve(gram[chosen[:, None], chosen], moment[chosen])
+            falling = target <= 0
+            if not falling.any():
                 x[chosen] = target
                 break
             # Go as far as the first coefficient that would turn negative, and take that one out.
-            falling = target <= 0
             step = x[chosen][falling] / (x[chosen][falling] - target[falling])
             x[chosen] += float(step.min()) * (target - x[chosen])
             active[chosen[falling][step <= step.min()]] = False
             x[~active] = 0.0
+        gradient = moment - gram @ x
+        gradient[active] = -np.inf
+        best = int(gradient.argmax())
+        if gradient[best] <= 1e-9:
+            break
+        active[best] = True
     answer: NDArray[np.float64] = x / scale
     return answer

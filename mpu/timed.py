@@ -25,7 +25,7 @@ from itertools import islice
 from typing import Any
 
 from sglang_wavepp.mpu.packing import Pending, pack
-from sglang_wavepp.mpu.planner import NOTHING, Load, WaveLimits, load_of
+from sglang_wavepp.mpu.planner import NOTHING, Load, WaveLimits
 from sglang_wavepp.mpu.stage_time import Observations, StageTime
 
 _CRUMB = 0.1
@@ -131,7 +131,7 @@ class TimedPlanner:
         tokens, room = self._limits.budget, share
         for p in seen[:rows]:
             seq, begin, end = p
-            work = time.work(load_of((p,)))
+            work = time.span_work(begin, end)
             if end - begin <= tokens and work <= room + share * _CRUMB:
                 spans.append(p)
                 tokens -= end - begin

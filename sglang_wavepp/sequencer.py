@@ -41,7 +41,8 @@ class Live:
     order: int
     length: int
     """Prompt tokens, and after a retraction the output before it: what prefill has to produce."""
-    planned: int
+    boundary: int
+    """Of them reused."""
     until: int
     """KV length that every stage has promised."""
     most: int
@@ -53,9 +54,6 @@ class Live:
     group: int = -1
     in_flight: int = 0
     asked: int = 0
-    drop: str = ""
-    makes_room_for: int | None = None
-    """It is to be dropped because this request has to grow."""
 
     @property
     def decoding(self) -> bool:
@@ -92,6 +90,12 @@ class Sequencer:
         """Decode waves that have to come before the next prefill wave."""
         self._run_ahead, self._growth = run_ahead, growth
         self._live: dict[int, Live] = {}
+        self._unplanned: dict[int, Pending] = {}
+        """What no wave was planned for yet, by request, first come first."""
+        self._leaving: dict[int, str] = {}
+        """Requests that go when none of their waves is in flight: "abort" or "retract"."""
+        self._makes_room: tuple[int, int] | None = None
+        """One that leaves only because another one, the second, has to grow."""
         self._groups: list[list[int]] = [[] for _ in range(groups)]
         self._busy: set[int] = set()
         """Groups with a wave in flight."""
@@ -123,6 +127,7 @@ class Sequencer:
     ) -> None:
         """A request was committed with `boundary` reused tokens; `again` if it came back."""
         self._live[seq] = Live(seq, order, length, boundary, until, most, again)
+        self._unplanned[seq] = Pending(seq, boundary, length)
 
     def reconsider(self, reusable: Callable[[int], int], least: int) -> None:
         """The tree of stage 0 has grown: send those back to admission who now reuse `least` tokens more.
@@ -130,9 +135,9 @@ class Sequencer:
         `reusable` gives the tokens of a request that stage 0 could reuse.
         """
         for request in self._live.values():
-            waits = not (request.begun or request.again or request.drop)
-            if waits and reusable(request.seq) >= request.planned + least:
-                request.drop = "retract"
+            waits = not (request.begun or request.again or request.seq in self._leaving)
+            if waits and reusable(request.seq) >= request.boundary + least:
+                self._leaving[request.seq] = "retract"
 
     def grown(self, items: Iterable[tuple[int, int]]) -> None:
         """Every stage promised more room: (seq, KV length)."""
@@ -145,21 +150,20 @@ class Sequencer:
 
         With `hopeless` the stage has promised nothing to anybody else, so `seq` itself must go.
         """
-        if seq not in self._live or any(r.drop for r in self._live.values()):
+        if seq not in self._live or self._leaving:
             return  # it ended meanwhile, or room is being made already
         if hopeless:
-            self._live[seq].drop = "abort"
-        elif len(self._live) > 1:
-            victim = self._youngest()
-            victim.drop, victim.makes_room_for = "retract", seq
+            self._leaving[seq] = "abort"
+        else:
+            self._make_room(seq)
 
     def drop(self, seq: int, retract: bool = False) -> bool:
         """Take a request out as soon as none of its waves is in flight. False if it is unknown."""
-        request = self._live.get(seq)
-        if request is None:
+        if seq not in self._live:
             return False
-        request.drop = "retract" if retract and request.drop != "abort" else "abort"
-        request.makes_room_for = None
+        self._leaving[seq] = "retract" if retract and self._leaving.get(seq) != "abort" else "abort"
+        if self._makes_room and self._makes_room[0] == seq:
+            self._makes_room = None
         return True
 
     def retract_all(self) -> None:
@@ -205,13 +209,9 @@ class Sequencer:
     def next(self, digest: int) -> Decision | None:
         """The next decision to log, or None while there is nothing to do. `digest` is the log's so far."""
         self._review_retraction()
-        dropped = [r for r in self._live.values() if r.drop and not r.in_flight]
-        if dropped:
-            retract = dropped[0].drop == "retract"
-            dropped = [r for r in dropped if (r.drop == "retract") == retract]
-            for request in dropped:
-                self._remove(request)
-            return Drop([r.seq for r in dropped], retract)
+        drop = self._drop()
+        if drop is not None:
+            return drop
         if self.paused or len(self._waves) >= self._run_ahead:
             return None
         if self._owed and sum(map(len, self._groups)) < max(1, self._interval_rows):
@@ -225,26 +225,43 @@ class Sequencer:
                 return decision
         return None
 
+    def _drop(self) -> Drop | None:
+        """Those that leave the same way as the first of them."""
+        if not self._leaving:
+            return None
+        ready = [r for r in self._live.values() if r.seq in self._leaving and not r.in_flight]
+        if not ready:
+            return None
+        way = self._leaving[ready[0].seq]
+        gone = [r for r in ready if self._leaving[r.seq] == way]
+        for request in gone:
+            self._remove(request)
+        return Drop([r.seq for r in gone], way == "retract")
+
+    def _make_room(self, needy: int) -> None:
+        """The youngest goes, if it is not alone and does not leave anyway."""
+        victim = self._youngest().seq
+        if len(self._live) > 1 and victim not in self._leaving:
+            self._leaving[victim] = "retract"
+            self._makes_room = (victim, needy)
+
     def _review_retraction(self) -> None:
         """While the waves of the youngest were in flight, others may have ended or come."""
-        victim = next((r for r in self._live.values() if r.makes_room_for is not None), None)
-        if victim is None:
+        if self._makes_room is None:
             return
-        needy, victim.makes_room_for, victim.drop = victim.makes_room_for, None, ""
-        if needy in self._live and len(self._live) > 1:
-            victim = self._youngest()
-            if not victim.drop:  # else room is being made already
-                victim.drop, victim.makes_room_for = "retract", needy
+        victim, needy = self._makes_room
+        self._makes_room = None
+        del self._leaving[victim]
+        if needy in self._live:
+            self._make_room(needy)
 
     def _youngest(self) -> Live:
         return max(self._live.values(), key=lambda r: r.order)
 
     def _prefill(self, digest: int) -> Prefill | None:
-        pending = (
-            Pending(r.seq, r.planned, r.length)
-            for r in self._live.values()
-            if r.planned < r.length and not r.drop
-        )
+        pending: Iterable[Pending] = self._unplanned.values()
+        if self._leaving:
+            pending = [p for p in pending if p.seq not in self._leaving]
         ring = [self._loads[wave] for wave, (group, _) in self._waves.items() if group < 0]
         spans = self._planner.spans(pending, self._rows, ring)
         if not spans:
@@ -253,9 +270,13 @@ class Sequencer:
         for seq, _, end in spans:
             request = self._live[seq]
             request.begun = True
-            request.planned = end
             request.in_flight += 1
-            rows.append((seq, end == request.length))
+            complete = end == request.length
+            rows.append((seq, complete))
+            if complete:
+                del self._unplanned[seq]
+            else:
+                self._unplanned[seq] = Pending(seq, end, request.length)
         wave = self._issue(-1, rows)
         self._loads[wave] = load_of(spans)
         if len(self._loads) > max(_REMEMBERED, 2 * self._run_ahead):
@@ -279,7 +300,6 @@ class Sequencer:
         for seq in seqs:
             request = self._live[seq]
             request.length += 1
-            request.planned += 1
             request.in_flight += 1
         self._busy.add(group)
         self._latest[group] = self._issue(group, [(seq, True) for seq in seqs])
@@ -303,6 +323,11 @@ class Sequencer:
         return wave
 
     def _remove(self, request: Live) -> None:
-        del self._live[request.seq]
+        seq = request.seq
+        del self._live[seq]
+        self._unplanned.pop(seq, None)
+        self._leaving.pop(seq, None)
+        if self._makes_room and self._makes_room[0] == seq:
+            self._makes_room = None
         if request.decoding:
-            self._groups[request.group].remove(request.seq)
+            self._groups[request.group].remove(seq)

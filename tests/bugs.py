@@ -88,7 +88,8 @@ def _no_slack(cover: Callable[..., Any], ledger: Ledger, until: int) -> int:
 def _oldest(refused: Callable[..., Any], sequencer: Sequencer, seq: int, hopeless: bool) -> None:
     """The oldest request gives its room back, not the youngest."""
     if seq in sequencer._live and len(sequencer._live) > 1 and not hopeless:
-        min(sequencer._live.values(), key=lambda r: r.order).drop = "retract"
+        oldest = min(sequencer._live.values(), key=lambda r: r.order)
+        sequencer._leaving[oldest.seq] = "retract"
     else:
         refused(sequencer, seq, hopeless)
 
