@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from sglang_wavepp.launch.pipeline_server import Offered, Outcome, PipelineServer, ServerOptions
+from sglang_wavepp.launch.pipeline_server import PipelineServer
+from sglang_wavepp.launch.workload import Offered, Outcome, ServerOptions
 from sglang_wavepp.mpu.profile import DATA, Profile, load_profile
 
 CELLS = tomllib.loads((DATA / "cells.toml").read_text())

@@ -7,16 +7,17 @@ apply the same log, so one member stands for all of them.
 
 from __future__ import annotations
 
-import dataclasses
-import heapq
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from sglang_wavepp.launch.bubbles import Bubbles
 from sglang_wavepp.launch.prefix_store import ENDLESS, PrefixStore, Prompt
+from sglang_wavepp.launch.sim_clock import SimClock
+from sglang_wavepp.launch.workload import Offered, Outcome, Served, ServerOptions
 from sglang_wavepp.leader import Committed, GrowthGranted, GrowthRefused, Leader, Limits, Rejected
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import Decode, Drop, Prefill
@@ -27,108 +28,8 @@ from sglang_wavepp.mpu.planner import Load, load_of
 from sglang_wavepp.mpu.profile import Profile
 from sglang_wavepp.sequencer import Sequencer
 
-BUBBLES = {
-    "host": "admission and other host work on the execution path",
-    "admission": "requests wait for admission, nothing else is there",
-    "too few waves": "all that was admitted is under way",
-    "run-ahead": "the ring is full",
-    "idle": "there are no requests",
-    "fill": "the stages before are not done",
-    "drain": "the stages behind end the last waves",
-}
-"""Why the slowest stage does nothing."""
-
 _BLOCK = 64
 """Tokens of a block of the hint index."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
-    """A request as the model sees it. Lengths are tokens, times seconds."""
-
-    arrival: float = 0.0
-    tokens: int
-    """Of the prompt, cached ones included."""
-    cached: int = 0
-    """That it has in common with others of its `prefix`; without one, that are cached when it arrives."""
-    output: int = 1
-    prefix: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """How the modelled server is set up. Lengths are tokens, times seconds."""
-
-    stages: int = 8
-    planner: str = "static"
-    budget: int = 16384
-    floor: int = 1024
-    page: int = 64
-    ring: int = 0
-    """Waves under way at most; 0: 2 for each stage."""
-    rows: int = 128
-    """Requests in a wave at most."""
-    running: int = 4096
-    """Requests at a time at most."""
-    reserve: int = 512
-    message_s: float = 1e-4
-    """Latency of a message between the stages' admission threads."""
-    prepare_s: float = 0.0
-    """Host time of stage 0 for a wave; it overlaps with the device."""
-    wave_s: float = 0.0
-    """Host time for a wave during which every stage waits."""
-    request_s: float = 0.0
-    """Host time for a request that is admitted on the execution path, during which stage 0 waits."""
-    match_s: float = 0.0
-    """The same for a request that reuses a prefix, besides."""
-    late: bool = False
-    """A wave is planned, and requests for it are admitted, when stage 0 is free: as schedulers without leases
-    do. Otherwise stage 0 plans ahead until the ring is full."""
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Served:
-    """What became of a request. Seconds."""
-
-    offered: Offered
-    arrived: float
-    committed: float = 0.0
-    prefilled: float = 0.0
-    done: float = 0.0
-    reused: int = 0
-    produced: int = 0
-    rejected: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run has shown."""
-
-    served: list[Served]
-    seconds: float
-    """From the first arrival to the last output."""
-    waves: int
-    """Prefill waves."""
-    bubbles: dict[str, float]
-    """Seconds in which the slowest stage did nothing, by cause."""
-    busy: list[float]
-    """Seconds of work of each stage."""
-
-    @property
-    def throughput(self) -> float:
-        """Prompt tokens per second, cached ones included."""
-        return sum(s.offered.tokens for s in self.served if not s.rejected) / self.seconds
-
-    def completion(self, share: float) -> float:
-        """Seconds from arrival until the prompt is complete, that a share of the requests does not exceed.
-
-        Between two requests it is interpolated, as numpy does.
-        """
-        times = sorted(s.prefilled - s.arrived for s in self.served if not s.rejected)
-        at = share * (len(times) - 1)
-        low = int(at)
-        high = min(low + 1, len(times) - 1)
-        return times[low] + (at - low) * (times[high] - times[low])
 
 
 class _Blocks(Sequence[int]):
@@ -180,16 +81,12 @@ class PipelineServer:
             ahead=options.budget if options.late else self.planner.ahead,
             round_bound=float("inf"),
         )
-        self._leader = Leader(limits, lambda: self._now)
+        self._clock = SimClock()
+        self._leader = Leader(limits, lambda: self._clock.now)
         self._ring = ring
         self._learns = options.planner == "timed"
-        self._now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
         self._position = 0
         self._host_free = 0.0
-        self._woken = 0.0
-        """The latest time at which to plan again in any case."""
         self._uncommitted = 0
         """Requests that wait for admission."""
         self._prompts: dict[int, Prompt] = {}
@@ -199,10 +96,7 @@ class PipelineServer:
         self._queue: deque[Offered] = deque()
         """What comes when another one is done."""
         self._waves = 0
-        self._cause, self._since = "idle", 0.0
-        self._waits: dict[str, float] = {}
-        """Why stage 0 did nothing since the latest wave was issued."""
-        self._bubbles = dict.fromkeys(BUBBLES, 0.0)
+        self._bubbles = Bubbles()
 
     def learn(self, requests: Iterable[Offered]) -> None:
         """Let the planner see another load first, on a server of its own. Before `run`."""
@@ -218,42 +112,22 @@ class PipelineServer:
         first = min((r.arrival for r in listed), default=0.0)
         for request in listed:
             at = 0.0 if concurrency else request.arrival - first
-            self._at(at, partial(self._arrive, request))
-        while self._events:
-            at, _, call = heapq.heappop(self._events)
-            self._wait(at)
-            call()
-            while self._events and self._events[0][0] <= self._now:
-                heapq.heappop(self._events)[2]()
+            self._clock.at(at, partial(self._arrive, request))
+        before = 0.0
+        for now in self._clock.times():
+            self._bubbles.waited(max(before, self.pipeline.free), now)
+            before = now
             self._settle()
             self._plan()
         seconds = max((s.done for s in self._served), default=0.0)
-        self._bubbles["drain"] += max(0.0, seconds - self.pipeline.ends(self.pipeline.slowest))
-        return Outcome(self._served, seconds, self._waves, self._bubbles, self.pipeline.busy)
-
-    # --- time ----------------------------------------------------------------------------------
-
-    def _at(self, at: float, call: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._events, (at, self._count, call))
-
-    def _wake(self, at: float) -> None:
-        if at > max(self._now, self._woken):
-            self._woken = at
-            self._at(at, lambda: None)
-
-    def _wait(self, until: float) -> None:
-        """Time passes; what stage 0 does without is counted."""
-        began = max(self._now, self.pipeline.free)
-        if until > began:
-            self._waits[self._cause] = self._waits.get(self._cause, 0.0) + until - began
-        self._now = until
+        self._bubbles.drained(seconds - self.pipeline.ends(self.pipeline.slowest))
+        return Outcome(self._served, seconds, self._waves, self._bubbles.seconds, self.pipeline.busy)
 
     # --- admission -----------------------------------------------------------------------------
 
     def _arrive(self, request: Offered) -> None:
         seq = len(self._served)
-        self._served.append(Served(request, self._now))
+        self._served.append(Served(request, self._clock.now))
         self._uncommitted += 1
         name: Hashable = request.prefix or ("own", seq)
         prompt = Prompt(seq, request.tokens, name, request.cached)
@@ -266,23 +140,25 @@ class PipelineServer:
         # No two prompts have a token in common, but for their blocks.
         tokens = range(seq << 32, (seq << 32) + request.tokens)
         self._leader.arrive(seq, tokens, request.output, chain)
-        self._at(self._now + self.options.message_s, partial(self._member.offered, seq, prompt))
+        self._clock.at(self._clock.now + self.options.message_s, partial(self._member.offered, seq, prompt))
 
     def _answer(self, message: Any) -> None:
-        self._at(self._now + self.options.message_s, partial(self._leader.on_message, 0, message))
+        self._clock.at(self._clock.now + self.options.message_s, partial(self._leader.on_message, 0, message))
 
     def _settle(self) -> None:
         self._leader.step()
         outbox, self._leader.outbox = self._leader.outbox, []
         events, self._leader.events = self._leader.events, []
         for _, message in outbox:
-            self._at(self._now + self.options.message_s, partial(self._member.on_message, message))
+            self._clock.at(
+                self._clock.now + self.options.message_s, partial(self._member.on_message, message)
+            )
         for event in events:
             if isinstance(event, Committed):
                 self._commit(event)
             elif isinstance(event, Rejected):
                 self._served[event.seq].rejected = event.reason
-                self._served[event.seq].done = self._now
+                self._served[event.seq].done = self._clock.now
                 self._uncommitted -= 1
                 self._next()
             elif isinstance(event, GrowthGranted):
@@ -296,7 +172,7 @@ class PipelineServer:
         self._member.take(c.seq, c.boundary)
         served = self._served[c.seq]
         if not c.again:
-            served.committed, served.reused = self._now, c.boundary
+            served.committed, served.reused = self._clock.now, c.boundary
         self._computed[c.seq] = c.boundary
         remaining = served.offered.output - served.produced
         most = min(c.length + remaining, self._longest)
@@ -309,9 +185,9 @@ class PipelineServer:
     # --- waves ---------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        while self._now >= self._host_free:
-            if self.options.late and self.pipeline.free > self._now:
-                self._wake(self.pipeline.free)
+        while self._clock.now >= self._host_free:
+            if self.options.late and self.pipeline.free > self._clock.now:
+                self._clock.wake(self.pipeline.free)
                 break
             d = self.sequencer.next(0)
             for seq, until in self.sequencer.growth_requests:
@@ -327,7 +203,7 @@ class PipelineServer:
             elif isinstance(d, Decode):
                 self._decode(d)
             self._settle()
-        self._cause = self._why()
+        self._bubbles.cause = self._why()
 
     def _why(self) -> str:
         """Why stage 0 has no other wave at the moment."""
@@ -371,24 +247,12 @@ class PipelineServer:
         self._computed[seq] = length
 
     def _issue(self, wave: int, load: Load, rows: list[tuple[int, int, bool]], waits: float) -> None:
-        ready = self._now + self.options.prepare_s
+        ready = self._clock.now + self.options.prepare_s
         self._host_free = ready
-        self._wake(ready)
+        self._clock.wake(ready)
         passage = self.pipeline.issue(ready, load, waits)
-        self._count_gap(passage.gap, self.pipeline.extra_s + (0.0 if self.pipeline.slowest else waits))
-        self._at(passage.done + self.options.message_s, partial(self._done, wave, rows, passage.took))
-
-    def _count_gap(self, gap: float, waits: float) -> None:
-        """The slowest stage waited for a wave: for the host, for stage 0 to have work, or for its input."""
-        on_path = min(gap, waits)
-        self._bubbles["host"] += on_path
-        gap -= on_path
-        for cause, seconds in self._waits.items():
-            part = min(gap, seconds)
-            self._bubbles[cause] += part
-            gap -= part
-        self._bubbles["fill"] += gap
-        self._waits.clear()
+        self._bubbles.issued(passage.gap, self.pipeline.extra_s + (0.0 if self.pipeline.slowest else waits))
+        self._clock.at(passage.done + self.options.message_s, partial(self._done, wave, rows, passage.took))
 
     def _done(self, wave: int, rows: list[tuple[int, int, bool]], took: tuple[float, ...]) -> None:
         if self._learns:
@@ -403,14 +267,14 @@ class PipelineServer:
             if complete:
                 served = self._served[seq]
                 served.produced += 1
-                served.prefilled = served.prefilled or self._now
+                served.prefilled = served.prefilled or self._clock.now
                 if served.produced >= served.offered.output:
                     finished.append(seq)
         self._applied()
         for seq in finished:
             self._leave(seq, keep=True)
             self._member.finish(seq)
-            self._served[seq].done = self._now
+            self._served[seq].done = self._clock.now
             self._next()
         self.sequencer.output(wave, group, finished)
         if finished:
@@ -442,7 +306,7 @@ class PipelineServer:
                 self._leader.retracted(seq, length, remaining, self._position)
             else:
                 self._member.finish(seq)
-                served.rejected, served.done = "no room for another token", self._now
+                served.rejected, served.done = "no room for another token", self._clock.now
                 self._leader.finished([seq])
                 self._next()
         self._tell_room()
@@ -454,4 +318,4 @@ class PipelineServer:
     def _next(self) -> None:
         """One is done: who waits outside comes."""
         if self._queue:
-            self._at(self._now, partial(self._arrive, self._queue.popleft()))
+            self._clock.at(self._clock.now, partial(self._arrive, self._queue.popleft()))

@@ -17,14 +17,10 @@ from typing import Any
 import msgspec
 
 from sglang_wavepp.errors import WavePPError
+from sglang_wavepp.launch.bubbles import CAUSES
 from sglang_wavepp.launch.flags import positive_int
-from sglang_wavepp.launch.pipeline_server import (
-    BUBBLES,
-    Offered,
-    Outcome,
-    PipelineServer,
-    ServerOptions,
-)
+from sglang_wavepp.launch.pipeline_server import PipelineServer
+from sglang_wavepp.launch.workload import Offered, Outcome, ServerOptions
 from sglang_wavepp.mpu import PLANNERS
 from sglang_wavepp.mpu.profile import Profile, ProfileError, load_profile
 
@@ -172,7 +168,7 @@ def _said(outcome: Outcome, refused: int) -> dict[str, Any]:
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    seen = [cause for cause in BUBBLES if any(row["bubbles"][cause] >= 0.0005 for row in rows)]
+    seen = [cause for cause in CAUSES if any(row["bubbles"][cause] >= 0.0005 for row in rows)]
     head = ["planner", "budget", "tokens/s", "p50 s", "p95 s", "waves", "busy", *seen]
     body = [
         [
@@ -193,7 +189,7 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     print("\n* best budget of the planner. Completion is from arrival to the first token.")
     print("busy and the rest: of the time of the slowest stage.")
     for cause in seen:
-        print(f"  {cause}: {BUBBLES[cause]}")
+        print(f"  {cause}: {CAUSES[cause]}")
     if refused := max(row["refused"] for row in rows):
         print(f"{refused} requests were refused: the KV pool is too small for them.")
 
@@ -215,7 +211,7 @@ def _plot(rows: Sequence[dict[str, Any]], file: str) -> None:
     names = [f"{row['planner']} {row['budget']}" for row in rows]
     left = [row["busy"] for row in rows]
     where.barh(names, left, label="busy")
-    for cause in BUBBLES:
+    for cause in CAUSES:
         width = [row["bubbles"][cause] for row in rows]
         if max(width) >= 0.0005:
             where.barh(names, width, left=left, label=cause)

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_wavepp.launch import cli, plan
-from sglang_wavepp.launch.pipeline_server import Offered, Outcome, PipelineServer, ServerOptions
+from sglang_wavepp.launch.pipeline_server import PipelineServer
 from sglang_wavepp.launch.prefix_store import PrefixStore, Prompt
+from sglang_wavepp.launch.workload import Offered, Outcome, ServerOptions
 from sglang_wavepp.mpu import PLANNERS
 from sglang_wavepp.mpu.pipeline import Pipeline
 from sglang_wavepp.mpu.planner import Load
