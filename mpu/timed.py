@@ -12,9 +12,16 @@ The target is that number of waves, but not more than the ring R holds: with as 
 for one, even if new work keeps coming, and each more would only cost c. T is all work that is known and not
 finished, that in flight included, so a ring that is full of large waves is not followed by crumbs.
 
-Throughput is not traded for latency: waves become smaller only where the formula says that all work is
-through earlier, and only while fewer than R of the largest are known. Before a stage has been observed often
-enough, waves are static.
+A prompt that finds the pipeline empty, and that no other one follows, is cut into more: into n waves as the
+formula has it, whatever R is. An empty pipeline says that there is time to spare, so what the waves beyond R
+cost is nobody else's. Once another prompt comes, the rest is cut for the ring; what was cut finer before that
+is all that the guess can cost, once for each time that the pipeline was empty. Here c includes the prefix
+that is read again, on average that at the prompt's middle. Its n is fixed when it begins: anew for each wave,
+with the finished ones not counted in T, waves would shrink to the end, for nothing.
+
+Otherwise throughput is not traded for latency: waves become smaller only where the formula says that all work
+is through earlier, and only while fewer than R of the largest are known. Before a stage has been observed
+often enough, waves are static.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from sglang_wavepp.mpu.packing import Pending, pack
 from sglang_wavepp.mpu.planner import NOTHING, Load, WaveLimits
 from sglang_wavepp.mpu.stage_time import Observations, StageTime
 
+_NOBODY = (-1, 0.0)
 _CRUMB = 0.1
 """So much of a wave does not become one of its own: those before it are a little longer instead."""
 
@@ -42,6 +50,8 @@ class TimedPlanner:
         self._depth = float(limits.stages)
         """Stages' times for a wave, summed, over the longest of them."""
         self._target_us = 0.0
+        self._alone = _NOBODY
+        """The request that found the pipeline empty, as long as no other one comes, and its work a wave."""
         self.ahead = limits.ring * limits.budget
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
@@ -53,7 +63,7 @@ class TimedPlanner:
         seen, work, all_seen = self._known(pending, under_way, time)
         if work <= 0:  # nothing is pending, or the tokens of a wave make no difference
             return pack(seen[:rows], self._limits.budget, self._limits.align)
-        share = (work + under_way) / self._waves(work + under_way, time.wave + time.begin(seen[0].begin))
+        share = self._share(seen, all_seen, ring, work + under_way, time)
         if all_seen:
             share = work / max(1, math.ceil(work / share - _CRUMB))
         self._target_us = time.wave + share
@@ -116,11 +126,26 @@ class TimedPlanner:
                 return seen, work, False
         return seen, work, True
 
-    def _waves(self, work: float, each: float) -> float:
+    def _share(
+        self, seen: Sequence[Pending], all_seen: bool, ring: Sequence[Load], work: float, time: StageTime
+    ) -> float:
+        """Microseconds of work for each wave, of all that is known and not finished."""
+        if not all_seen or len(seen) > 1 or (ring and seen[0].seq != self._alone[0]):
+            self._alone = _NOBODY
+            most = self._limits.ring * self._depth / self._limits.stages
+            return work / self._waves(work, time.wave + time.begin(seen[0].begin), most)
+        seq, begin, end = seen[0]
+        if seq != self._alone[0]:
+            again = time.begin((begin + end) // 2)
+            rest = max(0.0, work - time.begin(begin))
+            waves = self._waves(rest, time.wave + again, (end - begin) / self._limits.floor)
+            self._alone = (seq, rest / waves + again)
+        return self._alone[1]
+
+    def _waves(self, work: float, more: float, most: float) -> float:
         """Into how many waves the work is best cut if one more costs so much, in microseconds."""
-        ring = self._limits.ring * self._depth / self._limits.stages
-        best = math.sqrt((self._depth - 1) * work / each) if each > 0 else math.inf
-        return max(1.0, min(ring, best))
+        best = math.sqrt((self._depth - 1) * work / more) if more > 0 else math.inf
+        return max(1.0, min(best, most))
 
     # --- packing -----------------------------------------------------------------------------
 

@@ -271,7 +271,7 @@ def test_it_is_static_before_it_has_seen_enough() -> None:
 
 def test_waves_late_in_a_prompt_have_fewer_tokens_and_take_as_long() -> None:
     planner = taught(PP8, [TRUE] * 8)
-    waves = waves_of(planner, prompts(120_000))
+    waves = waves_of(planner, [Pending(0, 0, 120_000), Pending(1, 0, 1000)])
     times = [TRUE.of(wave) for wave in waves]
     assert 14 <= len(waves) <= 18, "a ring full"
     assert waves[0].tokens > 1.4 * waves[-1].tokens
@@ -306,9 +306,48 @@ def test_a_full_ring_is_not_followed_by_crumbs() -> None:
 def test_the_slowest_stage_counts_and_the_ring_is_as_deep_as_the_others_are_slow() -> None:
     """One stage that takes twice as long as seven others: 4.5 waves keep it busy, not 8."""
     slow = StageTime(*(2 * x for x in TRUE))
-    waves = waves_of(taught(PP8, [TRUE] * 5 + [slow] + [TRUE] * 2), prompts(60_000))
+    waves = waves_of(taught(PP8, [TRUE] * 5 + [slow] + [TRUE] * 2), prompts(30_000, 30_000))
     assert 8 <= len(waves) <= 10
-    assert 14 <= len(waves_of(taught(PP8, [slow] * 8), prompts(60_000))) <= 18
+    assert 14 <= len(waves_of(taught(PP8, [slow] * 8), prompts(30_000, 30_000))) <= 18
+
+
+def through(waves: list[Load]) -> float:
+    """When eight equal stages are through with them."""
+    times = [TRUE.of(wave) for wave in waves]
+    return sum(times) + 7 * max(times)
+
+
+def test_a_prompt_alone_in_the_pipeline_is_cut_as_finely_as_pays() -> None:
+    """More than a ring full, all of one time, and through earlier than MPU's waves or a ring full of them."""
+    left = prompts(200_000)
+    waves = waves_of(taught(PP8, [TRUE] * 8), left)
+    work, again = TRUE.work(load_of(left)), TRUE.prefix * 100_000
+    best = min(range(1, 100), key=lambda n: (n + 7) * (work / n + TRUE.wave + again))
+    assert best > 1.5 * PP8.ring and abs(len(waves) - best) <= 0.1 * best
+    times = [TRUE.of(wave) for wave in waves]
+    assert max(times) < 1.1 * times[0] and min(times) > 0.6 * times[0]
+    assert through(waves) < 0.98 * 23 * (work / 16 + TRUE.wave + again)
+    assert through(waves) < 0.98 * through(waves_of(PLANNERS["mpu"](PP8), left))
+
+
+def test_a_prompt_is_no_longer_alone_once_another_one_comes() -> None:
+    planner, left, ring = taught(PP8, [TRUE] * 8), prompts(200_000), []
+    for _ in range(3):
+        spans = planner.spans(left, 64, ring)
+        left, ring = rest(left, spans), [*ring, load_of(spans)]
+    fine = TRUE.of(ring[-1])
+    (coarse,) = planner.spans([*left, Pending(1, 0, 64)], 64, ring)
+    assert TRUE.of(load_of([coarse])) > 1.3 * fine
+    (again,) = planner.spans(rest(left, [coarse]), 64, [*ring, load_of([coarse])])
+    assert TRUE.of(load_of([again])) > 1.3 * fine, "nor when that one has gone"
+    (late,) = taught(PP8, [TRUE] * 8).spans(left, 64, ring)
+    assert TRUE.of(load_of([late])) > 1.3 * fine, "nor if it has found other work"
+
+
+def test_waves_that_cost_nothing_but_their_tokens_are_not_smaller_than_allowed() -> None:
+    planner = taught(PP8, [StageTime(wave=0, token=16.0, attention=0, prefix=0, span=0)] * 8)
+    waves = waves_of(planner, prompts(200_000))
+    assert min(wave.tokens for wave in waves[:-1]) >= 1024
 
 
 def test_a_prefix_is_not_read_twice_to_fill_up_a_wave() -> None:
