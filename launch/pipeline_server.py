@@ -7,6 +7,7 @@ apply the same log, so one member stands for all of them.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -14,6 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from sglang_wavepp.config import WavePPConfig
 from sglang_wavepp.launch.bubbles import Bubbles
 from sglang_wavepp.launch.prefix_store import ENDLESS, PrefixStore, Prompt
 from sglang_wavepp.launch.sim_clock import SimClock
@@ -28,16 +30,13 @@ from sglang_wavepp.mpu.planner import Load, load_of
 from sglang_wavepp.mpu.profile import Profile
 from sglang_wavepp.sequencer import Sequencer
 
-_BLOCK = 64
-"""Tokens of a block of the hint index."""
-
 
 class _Blocks(Sequence[int]):
     """Stands for the block hashes of a prompt: equal where two prompts share a name, distinct elsewhere."""
 
-    def __init__(self, name: Hashable, shared: int, seq: int, length: int) -> None:
-        self._name, self._shared, self._seq = name, shared // _BLOCK, seq
-        self._count = length // _BLOCK
+    def __init__(self, name: Hashable, shared: int, seq: int, length: int, block: int) -> None:
+        self._name, self._shared, self._seq = name, shared // block, seq
+        self._count = length // block
 
     def __len__(self) -> int:
         return self._count
@@ -71,13 +70,14 @@ class PipelineServer:
         self.store = PrefixStore(pool, options.running, options.page)
         self._longest = pool - options.page
         self._member = Member(self.store, nullcontext, self._answer)
+        self._block = math.lcm(WavePPConfig().block_size, options.page)
         limits = Limits(
             stages=1,
             pool=pool,
             running=options.running,
             page=options.page,
             reserve=options.reserve,
-            block=_BLOCK,
+            block=self._block,
             ahead=options.budget if options.late else self.planner.ahead,
             round_bound=float("inf"),
         )
@@ -136,7 +136,7 @@ class PipelineServer:
             self.store.seed(name, request.cached)
         chain: Sequence[int] = array("Q")
         if request.prefix:
-            chain = _Blocks(name, request.cached, seq, request.tokens)
+            chain = _Blocks(name, request.cached, seq, request.tokens, self._block)
         # No two prompts have a token in common, but for their blocks.
         tokens = range(seq << 32, (seq << 32) + request.tokens)
         self._leader.arrive(seq, tokens, request.output, chain)
@@ -278,7 +278,7 @@ class PipelineServer:
             self._next()
         self.sequencer.output(wave, group, finished)
         if finished:
-            self.sequencer.reconsider(self._member.reusable, _BLOCK)
+            self.sequencer.reconsider(self._member.reusable, self._block)
         self._leader.wave_finished(self._position, [(seq, computed) for seq, computed, _ in rows])
         self._leader.finished(finished)
         self._tell_room()

@@ -31,8 +31,12 @@ FORMAT = """FILE has one JSON object a line, in any order:
            requests of that prefix and finds if one of them has left them there; 0 if left out
   output   tokens to generate; 1, which is prefill alone, if left out
   prefix   a name
+
+such as {"arrival": 0.5, "tokens": 65536, "cached": 61440, "prefix": "agent 7"}
 """
 
+_LONGEST = 10_000_000
+"""Tokens of a prompt and of an output at most: a slip of the pen shall not take hours."""
 _TAKEN = 0.99
 """Of budgets whose throughput is at least this part of the best, the one with the shortest p95 is best."""
 
@@ -55,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=positive_int, default=8, metavar="N", help="pipeline stages (8)")
     parser.add_argument(
         "--profile",
-        default="profile-kimi-k3-gb300",
+        default="kimi-k3-gb300",
         metavar="X",
-        help="what model and device cost: a .toml file, or a name (profile-kimi-k3-gb300)",
+        help="what model and device cost: a .toml file, or a name (kimi-k3-gb300)",
     )
     parser.add_argument(
         "--planner",
@@ -133,9 +137,10 @@ def read_requests(file: str) -> list[Offered]:
             line = decoder.decode(text)
         except msgspec.DecodeError as error:
             raise WavePPError(f"{file}, line {number}: {error}") from None
-        if line.tokens < 1 or line.output < 1 or line.arrival < 0 or not 0 <= line.cached <= line.tokens:
+        lengths = all(1 <= length <= _LONGEST for length in (line.tokens, line.output))
+        if not lengths or line.arrival < 0 or not 0 <= line.cached <= line.tokens:
             raise WavePPError(
-                f"{file}, line {number}: tokens and output are from 1 on, arrival from 0, "
+                f"{file}, line {number}: tokens and output are from 1 to {_LONGEST:,}, arrival from 0 on, "
                 "cached from 0 to tokens"
             )
         requests.append(Offered(**msgspec.structs.asdict(line)))
@@ -218,7 +223,7 @@ def _plot(rows: Sequence[dict[str, Any]], file: str) -> None:
             left = [a + b for a, b in zip(left, width, strict=True)]
     where.set_xlabel("share of the slowest stage's time")
     where.invert_yaxis()
-    where.legend(fontsize="small")
+    where.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4)
     for planner in dict.fromkeys(row["planner"] for row in rows):
         own = [row for row in rows if row["planner"] == planner]
         speed.plot(

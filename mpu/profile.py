@@ -95,9 +95,9 @@ def load_profile(source: str | Path) -> Profile:
     """
     path = Path(source)
     if path.suffix != ".toml":
-        path = DATA / f"{source}.toml"
+        path = DATA / f"profile-{str(source).removeprefix('profile-')}.toml"
         if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in DATA.glob("profile-*.toml")))
+            known = ", ".join(sorted(p.stem.removeprefix("profile-") for p in DATA.glob("profile-*.toml")))
             raise ProfileError(f"there is no profile {str(source)!r}; there are {known}, or a .toml file")
     try:
         content = tomllib.loads(path.read_text())

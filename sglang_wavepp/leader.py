@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -274,9 +275,10 @@ class Leader:
         """
         self._finished_waves += 1
         self._position = position
+        fresh = [a for a in self._queue if a.fresh_until > self._finished_waves]
         for seq, tokens in computed:
             self._prompts.advance(seq, tokens)
-            for a in self._queue:
+            for a in fresh:
                 if self._prompts.continues(a.seq, a.reusable, seq, tokens):
                     a.fresh_until = 0
 
@@ -473,8 +475,7 @@ class Leader:
             if self._new.pop(item.seq, None) is not None:
                 a.rounds += 1
                 a.fresh_until = self._finished_waves + self.limits.stages
-                ahead = sum(q.retracted or q.rank <= a.rank for q in self._queue)
-                self._queue.insert(ahead, a)
+                insort(self._queue, a, key=lambda q: (not q.retracted, q.rank))
 
     def _on_answer(self, rank: int, message: Held | Grown | Nack) -> None:
         r = self._round

@@ -138,6 +138,14 @@ def test_a_common_prompt_is_computed_once() -> None:
     assert [served.reused for served in outcome.served] == [0] + [9984] * 7
 
 
+@pytest.mark.parametrize("page", [1, 48, 128, 3000])
+def test_pages_of_any_size_are_shared(page: int) -> None:
+    """What is shared is whole pages and, as far as the hint index tells, whole blocks of them."""
+    together = [Offered(tokens=10_100, cached=9100, prefix="system", arrival=i * 10.0) for i in range(3)]
+    outcome, _ = serve(together, page=page, stages=2)
+    assert [served.reused for served in outcome.served] == [0] + [9100 // page * page] * 2
+
+
 def test_admission_on_the_path_costs_what_it_takes() -> None:
     requests = [Offered(tokens=4096)] * 32
     off, _ = serve(requests, 32, late=True)
@@ -268,7 +276,7 @@ def test_plan_prints_a_table(requests_file: Path, capsys: pytest.CaptureFixture[
 
 def test_plan_prints_json(requests_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--requests", str(requests_file), "--json", "--planner", "mpu", "--concurrency", "4"]
-    assert cli.main([*argv, "--stages", "4", "--profile", "profile-pp4"]) == 0
+    assert cli.main([*argv, "--stages", "4", "--profile", "pp4"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["stages"] == 4 and len(said["rows"]) == 4
     for row in said["rows"]:
@@ -290,7 +298,8 @@ def test_plan_draws(requests_file: Path, tmp_path: Path) -> None:
         ("{", "line 1: "),
         ('{"tokens": "many"}', "line 1: Expected `int`"),
         ('{"tokens": 5, "token": 5}', "unknown field `token`"),
-        ('{"tokens": 5, "cached": 6}', "line 1: tokens and output are from 1 on"),
+        ('{"tokens": 5, "cached": 6}', "line 1: tokens and output are from 1 to 10,000,000"),
+        ('{"tokens": 50000000000}', "line 1: tokens and output are from 1 to 10,000,000"),
         ('{"arrival": 1}', "missing required field `tokens`"),
         ("", "has no requests"),
         ('{"tokens": 9000000}', "no request can be served"),
@@ -312,7 +321,7 @@ def test_other_mistakes_are_one_clear_line(
     given = ["plan", "--requests", str(requests_file)]
     for argv, complaint in (
         (["plan", "--requests", "/no/such/file"], "/no/such/file cannot be read"),
-        ([*given, "--profile", "h100"], "there is no profile 'h100'; there are profile-kimi"),
+        ([*given, "--profile", "h100"], "there is no profile 'h100'; there are kimi-k3-gb300, "),
         ([*given, "--budget", "10"], "a budget of 10 tokens is less than a page of 64"),
         ([*given, "--budget", "4096", "--plot", "/no/such/plot.svg"], "plot.svg cannot be written"),
     ):
