@@ -73,17 +73,17 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_wavepp.config import config_of
-    from sglang_wavepp.launch.plugin import scheduler_server_args
+    from sglang_wavepp.launch.plugin import scheduler_arguments
 
     agent = _Agent(Path(os.environ[_FOLDER]))
-    server_args = scheduler_server_args()
-    if server_args is None:
+    scheduler = scheduler_arguments()
+    if scheduler is None:
         hooks: dict[str, Callable[..., Any]] = {
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler": agent.sent
         }
     else:
         hooks = {"sglang.srt.models.llama.LlamaModel.forward": agent.forward}
-        if config_of(server_args) is None:
+        if config_of(scheduler["server_args"]) is None:
             hooks["sglang.srt.managers.scheduler.Scheduler.process_input_requests"] = agent.received
         else:
             hooks["sglang_wavepp.wave_leader.LeaderWave._on_event"] = agent.committed

@@ -62,15 +62,24 @@ def planner(text: str) -> str:
     return text
 
 
-def seconds(text: str) -> float:
-    """A finite number of seconds above 0; `argparse.ArgumentTypeError` otherwise."""
+def _positive(text: str, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be a {what}, not {text!r}") from None
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
+        raise argparse.ArgumentTypeError(f"must be a {what} above 0, not {text}")
     return value
+
+
+def seconds(text: str) -> float:
+    """A finite number of seconds above 0; `argparse.ArgumentTypeError` otherwise."""
+    return _positive(text, "number of seconds")
+
+
+def factor(text: str) -> float:
+    """A finite number above 0; `argparse.ArgumentTypeError` otherwise."""
+    return _positive(text, "number")
 
 
 def directory(text: str) -> str:

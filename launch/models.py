@@ -298,10 +298,21 @@ def _deepseek_mla(spec: ModelSpec, weights: _Weights) -> dict[str, Any]:
     }
 
 
+def _emulated(spec: ModelSpec, weights: _Weights) -> dict[str, Any]:
+    """Nothing but a place for KV, as small as can be: for `--wavepp-emulate`."""
+    return {
+        "architectures": ["EmulatedForCausalLM"],
+        "model_type": "llama",
+        "head_dim": 2,
+        "num_key_value_heads": 1,
+    }
+
+
 ARCHITECTURES: dict[str, Callable[[ModelSpec, _Weights], dict[str, Any]]] = {
     "llama": _llama,
     "qwen3-moe": _qwen3_moe,
     "deepseek-mla": _deepseek_mla,
+    "emulated": _emulated,
 }
 """Name -> function that adds the layers' weights and returns the architecture's part of config.json."""
 

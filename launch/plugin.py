@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from sglang_wavepp.config import CACHE_BACKEND, config_of
 from sglang_wavepp.errors import ConfigError, HandshakeError
-from sglang_wavepp.launch import flags
+from sglang_wavepp.launch import emulation, flags
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _READY = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
@@ -37,18 +37,18 @@ _engine_hooked = False
 
 def register() -> None:
     """Entry point of the group `sglang.srt.plugins`."""
-    scheduler_args = scheduler_server_args()
-    if scheduler_args is None:
+    scheduler = scheduler_arguments()
+    if scheduler is None:
         _register_launcher()
-    elif config_of(scheduler_args) is not None:
-        _install(scheduler_args)
+    else:
+        _install(scheduler["server_args"], scheduler["pp_rank"])
 
 
-def scheduler_server_args() -> Any | None:
-    """The `ServerArgs` of this scheduler process, or None in any other process.
+def scheduler_arguments() -> dict[str, Any] | None:
+    """The arguments with which this scheduler process was started, or None in any other process.
 
-    SGLang loads plugins as the first thing in `run_scheduler_process`, before it publishes the record
-    anywhere. So the only place to find it is that function's frame.
+    SGLang loads plugins as the first thing in `run_scheduler_process`, before it publishes the `ServerArgs`
+    anywhere. So the only place to find them is that function's frame.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -56,16 +56,19 @@ def scheduler_server_args() -> Any | None:
             frame.f_code.co_name == "run_scheduler_process"
             and frame.f_globals.get("__name__") == "sglang.srt.managers.scheduler"
         ):
-            return frame.f_locals.get("server_args")
+            return frame.f_locals
         frame = frame.f_back
     return None
 
 
-def _install(server_args: Any) -> None:
+def _install(server_args: Any, stage: int) -> None:
     try:
-        from sglang_wavepp import hooks
+        if emulation.emulation_of(server_args) is not None:
+            emulation.install(server_args, stage)
+        if config_of(server_args) is not None:
+            from sglang_wavepp import hooks
 
-        hooks.install(server_args)
+            hooks.install(server_args)
     except BaseException as error:
         _end_scheduler(error)
 
@@ -99,14 +102,18 @@ def _register_launcher() -> None:
 
 def _add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
     flags.add_flags(parser)
+    emulation.add_flags(parser)
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, namespace: argparse.Namespace) -> Any:
     record = original(cls, namespace)
     try:
         options = flags.given_options(namespace)
+        emulated = emulation.given_options(namespace)
     except ConfigError as error:
         flags.exit_with(error)
+    if emulated is not None:
+        record._wavepp_emulation = emulated
     if options is not None:
         record._wavepp = options
     elif record.radix_cache_backend == CACHE_BACKEND:
@@ -144,6 +151,10 @@ def _before_launch(server_args: Any) -> None:
     """Last look, right before SGLang starts processes: some steps of resolution come after the hook above."""
     from sglang_wavepp.launch.refusals import check_given, check_resolved
 
+    try:
+        emulation.check(server_args)
+    except ConfigError as error:
+        flags.exit_with(error)
     if config_of(server_args) is not None and os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
         # SGLang waits a minute for core dumps before it ends a server, whether or not there will be any.
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")

@@ -196,14 +196,15 @@ def test_engine_args_notice_that_sglang_would_not_load_the_plugin(
 def run_as_scheduler(server_args: Any, call: Any) -> Any:
     """Call from a frame that looks like SGLang's `run_scheduler_process`."""
     scope: dict[str, Any] = {"__name__": "sglang.srt.managers.scheduler"}
-    exec("def run_scheduler_process(server_args, call):\n    return call()", scope)
-    return scope["run_scheduler_process"](server_args, call)
+    exec("def run_scheduler_process(server_args, pp_rank, call):\n    return call()", scope)
+    return scope["run_scheduler_process"](server_args, 1, call)
 
 
 def test_a_scheduler_finds_its_record_in_the_frame() -> None:
     record = object()
-    assert run_as_scheduler(record, plugin.scheduler_server_args) is record
-    assert plugin.scheduler_server_args() is None
+    found = run_as_scheduler(record, plugin.scheduler_arguments)
+    assert (found["server_args"], found["pp_rank"]) == (record, 1)
+    assert plugin.scheduler_arguments() is None
 
 
 @pytest.mark.parametrize("on", [True, False])
