@@ -231,13 +231,13 @@ def install(server_args):
 hooks.install = install
 sys.modules["sglang_wavepp.hooks"] = hooks
 from sglang_wavepp.launch import plugin
-def run_scheduler_process(server_args):
+def run_scheduler_process(server_args, pp_rank):
     plugin.register()
     print("went on")
 run_scheduler_process.__globals__["__name__"] = "sglang.srt.managers.scheduler"
 child = os.fork()
 if child == 0:
-    run_scheduler_process(SimpleNamespace(_wavepp={"wavepp": True}))
+    run_scheduler_process(SimpleNamespace(_wavepp={"wavepp": True}), 0)
     os._exit(0)
 status = os.waitpid(child, 0)[1]
 print(os.waitstatus_to_exitcode(status), told)
