@@ -213,7 +213,7 @@ def test_a_server_on_emulated_devices_answers_right(wavepp: bool, tmp_path: Path
     folder = make_model(tmp_path / "model", "emulated", layers=2, hidden=32, context=16384)
     trace = tmp_path / "trace"
     trace.mkdir()
-    name = "profile-kimi-k3-gb300"
+    name = "kimi-k3-gb300"
     flags = ["--wavepp-emulate", name, "--wavepp-emulate-dilation", "0.05", "--wavepp-emulate-check"]
     flags += ["--wavepp-emulate-trace", str(trace), *([] if wavepp else ["--sleep-on-idle"])]
     draw = random.Random(1)
