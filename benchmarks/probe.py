@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plugin import make_plugin
+
 _FOLDER = "WAVEPP_PROBE"
 """The environment variable that names the probe's folder."""
 _DELAYS = "WAVEPP_PROBE_DELAYS"
@@ -31,24 +33,11 @@ class Probe:
 
     def __init__(self, folder: Path, delays: bool = False) -> None:
         self._folder = folder
-        self._delays = delays
-        info = folder / "plugin" / "wavepp_probe-0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wavepp-probe\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nprobe = benchmarks.probe:register\n")
+        env = make_plugin(folder, "benchmarks.probe") | {_FOLDER: str(folder)}
+        self.env = env | ({_DELAYS: "1"} if delays else {})
+        """What a server to be measured needs in its environment."""
         (folder / "seen").mkdir()
         self.set(wave_ms=0.0)
-
-    @property
-    def env(self) -> dict[str, str]:
-        """What a server to be measured needs in its environment."""
-        paths = [
-            str(self._folder / "plugin"),
-            str(Path(__file__).parents[1]),
-            os.environ.get("PYTHONPATH", ""),
-        ]
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), _FOLDER: str(self._folder)}
-        return env | ({_DELAYS: "1"} if self._delays else {})
 
     def set(self, *, wave_ms: float, switch_ms: float = 0.0) -> None:
         """From the next wave on: its length, and CPython's switch interval (0: as it is)."""

@@ -7,11 +7,14 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from benchmarks import host_time
 from benchmarks.admission import latencies, prompts
 from benchmarks.gil import summary
 from benchmarks.probe import Probe
@@ -93,3 +96,38 @@ def test_a_probe_reads_what_the_processes_wrote(tmp_path: Path) -> None:
     (tmp_path / "seen" / "1").write_text('["sent", "a", 1.5]\n["received", "a", 2.5]\n["sent", "b", 3')
     (tmp_path / "seen" / "2").write_text('["sent", "c", 4.5]\n')
     assert list(probe.seen("sent")) == [["a", 1.5], ["c", 4.5]], "a row that is being written does not count"
+
+
+def test_host_time_is_counted_once_and_by_thread(tmp_path: Path) -> None:
+    clock = host_time._Clock(tmp_path / "stage0.json")
+
+    def burn(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    def inner() -> None:
+        burn(0.02)
+
+    def outer() -> str:
+        burn(0.01)
+        clock.count("match and lock", inner)
+        return "done"
+
+    beside = threading.Thread(target=clock.count, args=("make a request", inner))
+    beside.start()
+    beside.join()
+    assert clock.count("launch", outer) == "done"
+    (told,) = host_time.counts(tmp_path)
+    loop, others = told["loop"], told["others"]
+    assert told["waves"] == 1
+    assert loop["match and lock"] >= 0.02 and loop["launch"] >= 0.01 and "make a request" not in loop
+    assert loop["launch"] + loop["match and lock"] <= loop["all"]
+    assert others["make a request"] >= 0.02 and "launch" not in others
+    found = {"stock": [{"waves": 8, "loop": {"launch": 1.5, "all": 2.0}, "others": {}}]}
+    assert host_time.table(found, "loop").splitlines() == [
+        "ms a request               stock 0",
+        "launch                        1.50",
+        "all                           2.00",
+        "waves                            8",
+    ]
