@@ -19,6 +19,12 @@ is all that the guess can cost, once for each time that the pipeline was empty. 
 that is read again, on average that at the prompt's middle. Its n is fixed when it begins: anew for each wave,
 with the finished ones not counted in T, waves would shrink to the end, for nothing.
 
+Equal times would cut most requests, and a cut makes a wave more, or reads a prefix again. So the target is
+taken to the next share that whole requests fill, or equal parts of the next one: to the larger, if with the
+smaller there are more waves than the ring holds and with the larger the stages still have one each, else to
+the one with which the work is through earlier. What does not fill its share waits while there are more waves
+under way than stages: stage 0 has its next one then, and what comes meanwhile joins.
+
 Otherwise throughput is not traded for latency: waves become smaller only where the formula says that all work
 is through earlier, and only while fewer than R of the largest are known. Before a stage has been observed
 often enough, waves are static.
@@ -36,6 +42,8 @@ from sglang_wavepp.mpu.planner import NOTHING, Load, WaveLimits
 from sglang_wavepp.mpu.stage_time import Observations, StageTime
 
 _NOBODY = (-1, 0.0)
+_DRAINS = 0.5
+"""How often the pipeline drains once the known work is through: else new work has come by then."""
 _CRUMB = 0.1
 """So much of a wave does not become one of its own: those before it are a little longer instead."""
 
@@ -64,10 +72,18 @@ class TimedPlanner:
         if work <= 0:  # nothing is pending, or the tokens of a wave make no difference
             return pack(seen[:rows], self._limits.budget, self._limits.align)
         share = self._share(seen, all_seen, ring, work + under_way, time)
-        if all_seen:
+        if self._alone is not _NOBODY:
             share = work / max(1, math.ceil(work / share - _CRUMB))
         self._target_us = time.wave + share
+        if all_seen and work < share * (1 - _CRUMB) and self._may_wait(seen, rows, ring):
+            return []
         return self._fill(seen, rows, share, time)
+
+    def _may_wait(self, seen: Sequence[Pending], rows: int, ring: Sequence[Load]) -> bool:
+        """Can a wave of all these still grow, and is there no stage that would have to wait for it?"""
+        if len(ring) <= self._limits.stages or len(seen) >= rows:
+            return False
+        return sum(end - begin for _, begin, end in seen) < self._limits.budget
 
     def observe(self, stage: int, load: Load, elapsed_us: int) -> None:
         """See `Planner`."""
@@ -133,7 +149,9 @@ class TimedPlanner:
         if not all_seen or len(seen) > 1 or (ring and seen[0].seq != self._alone[0]):
             self._alone = _NOBODY
             most = self._limits.ring * self._depth / self._limits.stages
-            return work / self._waves(work, time.wave + time.begin(seen[0].begin), most)
+            more = time.wave + time.begin(seen[0].begin)
+            share = work / self._waves(work, more, most)
+            return self._whole(seen, share, work, most, time)
         seq, begin, end = seen[0]
         if seq != self._alone[0]:
             again = time.begin((begin + end) // 2)
@@ -141,6 +159,32 @@ class TimedPlanner:
             waves = self._waves(rest, time.wave + again, (end - begin) / self._limits.floor)
             self._alone = (seq, rest / waves + again)
         return self._alone[1]
+
+    def _whole(
+        self, seen: Sequence[Pending], share: float, work: float, most: float, time: StageTime
+    ) -> float:
+        """The next smaller or larger share that whole requests fill, or equal parts of the next one."""
+        first = time.span_work(seen[0].begin, seen[0].end)
+        if first <= 0:
+            return share
+        if first > share:
+            parts = math.floor(first / share)
+            smaller, larger = first / (parts + 1), first / parts
+        else:
+            smaller = larger = first
+            for p in seen[1:]:
+                if larger >= share:
+                    break
+                smaller, larger = larger, larger + time.span_work(p.begin, p.end)
+            if larger < share:  # there is no more
+                return share
+        if work / smaller > most * (1 + _CRUMB) and work / larger > self._depth:
+            return larger
+
+        def through(share: float) -> float:
+            return (work / share + _DRAINS * (self._depth - 1)) * (share + time.wave)
+
+        return min(larger, smaller, key=through)
 
     def _waves(self, work: float, more: float, most: float) -> float:
         """Into how many waves the work is best cut if one more costs so much, in microseconds."""
