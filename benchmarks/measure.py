@@ -32,7 +32,6 @@ _PATIENCE_S = 300.0
 class Setting:
     """What all servers of a comparison share."""
 
-    model: Path
     source: str
     """Of the profile, as a server takes it."""
     profile: Profile
@@ -67,12 +66,12 @@ class Observed:
 class Bench:
     """A server from entry to exit. ServerError if it does not start, or dies."""
 
-    def __init__(self, system: System, setting: Setting, folder: Path) -> None:
-        self._setting = setting
+    def __init__(self, model: Path, system: System, setting: Setting, folder: Path) -> None:
+        self.setting = setting
         self._trace = folder / "trace"
         self._trace.mkdir(parents=True)
         self._server = Server(
-            setting.model,
+            model,
             pp_size=setting.pp,
             wavepp=system.wavepp,
             max_total_tokens=setting.pool,
@@ -121,7 +120,7 @@ class Bench:
     def load(self, jobs: Sequence[Sequence[Prepared]], concurrency: int, longest: float = 0.0) -> Observed:
         """Send `jobs`, `concurrency` at a time; `longest` seconds of pauses. LoadError if one fails."""
         requests = [request for job in jobs for request in job]
-        timeout = 4 * self._setting.device_s(requests) + longest + _PATIENCE_S
+        timeout = 4 * self.setting.device_s(requests) + longest + _PATIENCE_S
         processes = self._processes()
         before = [_cpu(p) for p in processes], time.process_time(), psutil.cpu_times()
         answers = run(HOST, self._server.port, jobs, concurrency, timeout)
@@ -142,7 +141,7 @@ class Bench:
         """The waves of these requests on each stage, once all stages have told as many."""
         deadline = time.monotonic() + 10.0
         while True:
-            files = [self._trace / f"stage{stage}.jsonl" for stage in range(self._setting.pp)]
+            files = [self._trace / f"stage{stage}.jsonl" for stage in range(self.setting.pp)]
             found = [of_requests(read_stage(file) if file.exists() else [], rids) for file in files]
             if found[0] and len({len(waves) for waves in found}) == 1:
                 return found
@@ -159,7 +158,7 @@ class Bench:
             self.seed(seeds)
         observed = self.load([[request] for request in measured], cell.concurrency)
         waves = self.waves({request.rid for request in measured})
-        return summary(self._setting, observed, waves)
+        return summary(self.setting, observed, waves)
 
 
 def _cpu(process: psutil.Process) -> float:

@@ -36,8 +36,7 @@ def load(run: Path, system: str, cell: str) -> list[list[Wave]]:
 
 def dilation_of(run: Path) -> float:
     """Of a run of the grid."""
-    options = json.loads((run / "rows.json").read_text())["options"]
-    return float(options["dilation"] or options["pp"])
+    return float(json.loads((run / "rows.json").read_text())["dilation"])
 
 
 def parts(wave: Wave) -> list[tuple[str, float, float]]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import report, timeline_plot
+from benchmarks import report
 from benchmarks.cells import HIGHEST, LOWEST, QUICK, WORKLOADS, Cell, Prepared, parse_cells, prepare
 from benchmarks.grid import PROFILES, profile_source
 from benchmarks.load import LoadError, run
@@ -324,60 +324,3 @@ def test_the_client_waits_no_longer_than_it_may(http_server: Any) -> None:
     late = Prepared("late", _request("late", "5").body, 1, 0, at=3600.0)
     with pytest.raises(LoadError, match="0 of 1 requests were answered within 0 s"):
         run("127.0.0.1", http_server.server_port, [[late]], 1, 0.1)
-
-
-# --- pictures ---------------------------------------------------------------------------------------
-
-
-def _run(folder: Path, name: str) -> None:
-    trace = folder / f"0-{name}" / "trace"
-    trace.mkdir(parents=True)
-    for stage in range(2):
-        lines = []
-        for number in range(3):
-            start = 100.0 + 2 * number + stage
-            line = {
-                "wave": number,
-                "kind": "extend",
-                "rids": ["seed-0"] if not number else ["a:8-0", "a:8-1"],
-            }
-            line |= {"spans": [[0, 30]] if not number else [[0, 10], [5, 30]], "runnable": start, "cpu": 0.0}
-            line |= {"launched": start, "input": start * (stage > 0), "start": start, "end": start + 1.0}
-            lines.append(json.dumps(line | {"cost": 1.0, "loop_cpu": 0.0}) + "\n")
-        (trace / f"stage{stage}.jsonl").write_text("".join(lines))
-    (folder / "rows.json").write_text(json.dumps({"options": {"dilation": None, "pp": 4}}))
-
-
-def test_a_trace_for_perfetto_has_a_row_for_each_stage_and_only_the_cell(tmp_path: Path) -> None:
-    _run(tmp_path, "stock-8192")
-    systems = {"stock-8192": timeline_plot.load(tmp_path, "stock-8192", "a:8")}
-    assert timeline_plot.dilation_of(tmp_path) == 4.0
-    events = timeline_plot.perfetto(systems, 4.0)["traceEvents"]
-    waves = [event for event in events if event["ph"] == "X"]
-    assert [(event["tid"], event["ts"], event["dur"]) for event in waves] == [
-        (0, 0.0, 250_000.0),
-        (0, 500_000.0, 250_000.0),
-        (1, 250_000.0, 250_000.0),
-        (1, 750_000.0, 250_000.0),
-    ]
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
-        "stock-8192",
-        "stage 0",
-        "stage 1",
-    }
-    assert timeline_plot.parts(systems["stock-8192"][0][0]) == [
-        ("a:8-0", 102.0, 102.25),
-        ("a:8-1", 102.25, 103.0),
-    ]
-    with pytest.raises(ValueError, match="no requests of b:8"):
-        timeline_plot.load(tmp_path, "stock-8192", "b:8")
-    with pytest.raises(FileNotFoundError, match="no traces of wavepp-mpu"):
-        timeline_plot.load(tmp_path, "wavepp-mpu", "a:8")
-
-
-def test_a_picture_of_two_systems_is_drawn(tmp_path: Path) -> None:
-    for name in ("stock-8192", "wavepp-mpu"):
-        _run(tmp_path, name)
-    systems = {name: timeline_plot.load(tmp_path, name, "a:8") for name in ("stock-8192", "wavepp-mpu")}
-    timeline_plot.draw(systems, 4.0, tmp_path / "picture.png", "a:8", [0.0, 1.0])
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
