@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
-from benchmarks.cells import Cell, Prepared, prepare
+from benchmarks.cells import Cell, Prepared, body, prepare, tokens
 from benchmarks.load import Answer, run
 from benchmarks.systems import System
 from benchmarks.timeline import Wave, cost_error, host_time, of_requests, read_stage, split
@@ -21,6 +22,8 @@ from sglang_wavepp.mpu.profile import Profile
 
 SEEDING = 4
 """Prefixes that are computed at a time while waves take no device time."""
+WARM_UP = 131_072
+"""Tokens that a server computes before anything is measured."""
 HOST_LIMIT = 0.20
 """Share of the window beyond which the host, or the front end, rather than the device was measured."""
 COST_LIMIT = 0.01
@@ -64,7 +67,7 @@ class Observed:
 
 
 class Bench:
-    """A server from entry to exit. ServerError if it does not start, or dies."""
+    """A server from entry to exit, warm at first. ServerError if it does not start, or dies."""
 
     def __init__(self, model: Path, system: System, setting: Setting, folder: Path) -> None:
         self.setting = setting
@@ -91,6 +94,7 @@ class Bench:
 
     def __enter__(self) -> Bench:
         self._server.start()
+        run(HOST, self._server.port, [[request] for request in warm_up(self.setting.context)], 2, _PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -161,6 +165,16 @@ class Bench:
         return summary(self.setting, observed, waves)
 
 
+def warm_up(context: int) -> list[Prepared]:
+    """Cold prompts of `WARM_UP` tokens in all: from these a planner learns what waves take."""
+    length = min(context - 64, WARM_UP)
+    draw = np.random.default_rng(2)
+    return [
+        Prepared(f"warm-{number}", body(f"warm-{number}", [tokens(draw, length, number)], 1), length, 0)
+        for number in range(-(-WARM_UP // length))
+    ]
+
+
 def _cpu(process: psutil.Process) -> float:
     used = process.cpu_times()
     return float(used.user + used.system)
@@ -172,10 +186,10 @@ def summary(
     """What is reported of one load, undilated; CPU times are as they were. With `reused`, see `doubts`."""
     answers, dilation = observed.answers, setting.dilation
     window = observed.end - observed.begin
-    tokens = sum(a.request.tokens for a in answers)
+    count = sum(a.request.tokens for a in answers)
     firsts = [a.first / dilation for a in answers]
     gaps = [gap / dilation for a in answers for gap in a.gaps]
-    stages = []
+    stages: list[dict[str, Any]] = []
     for number, (stage, told) in enumerate(zip(setting.profile.stages(setting.pp), waves, strict=True)):
         shares = split(told, observed.begin, observed.end, first_stage=not number).shares()
         host = dataclasses.asdict(host_time(told, len(answers)))
@@ -184,9 +198,9 @@ def summary(
     result: dict[str, Any] = {
         "requests": len(answers),
         "window_s": window / dilation,
-        "input_tokens_s": tokens * dilation / window,
-        "computed_tokens": tokens - sum(a.cached for a in answers),
-        "reuse": sum(a.cached for a in answers) / tokens,
+        "input_tokens_s": count * dilation / window,
+        "computed_tokens": count - sum(a.cached for a in answers),
+        "reuse": sum(a.cached for a in answers) / count,
         "first_p50_s": percentile(firsts, 0.5),
         "first_p95_s": percentile(firsts, 0.95),
         "output_tokens_s": sum(a.output for a in answers) * dilation / window,

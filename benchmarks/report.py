@@ -11,7 +11,7 @@ from benchmarks.timeline import CAUSES
 
 Row = Mapping[str, Any]
 """One measurement: `system`, `cell`, `round`, and what `benchmarks.measure.summary` tells."""
-NAMES = {"no_work": "no work", "loop_waits": "loop waits", "fill": "fill/drain"}
+NAMES = {"no_work": "no work", "fill": "fill/drain"}
 
 
 def valid(rows: Iterable[Row]) -> list[Row]:
@@ -88,11 +88,11 @@ def compare(rows: Sequence[Row]) -> dict[str, Any]:
             )
     summary = {}
     for name in others:
-        own = [row for row in table if row["system"] == name]
+        ran_by = [row for row in table if row["system"] == name]
         summary[name] = {
             yardstick: geomean(values) if values else None
             for yardstick in ("over_best_stock", "over_single_stock", "bound")
-            if (values := [row[yardstick] for row in own if row[yardstick]]) is not None
+            if (values := [row[yardstick] for row in ran_by if row[yardstick]]) is not None
         }
     return {"best_single_stock": single, "cells": table, "geomean": summary}
 

@@ -1,9 +1,9 @@
 """Is what was cached still there when it is asked for? Arrivals at a rate; the pool is too small for all.
 
 Sessions with a seeded prefix of 117,952 tokens ask in random order for 131,072; every other time a cold
-prompt of 65,536 tokens comes besides. The pool has room for `ROOM` of the sessions' prompts. Sessions, lengths
-and pool are assumed; the rates are quoted (0.5 to 1.0 a second). A reusable token is one of a seeded prefix,
-also where it has been evicted since.
+prompt of 65,536 tokens comes besides. The pool has room for `ROOM` of the sessions' prompts. Sessions, their
+lengths and the pool are assumed; the rates are quoted (0.5 to 1.0 a second). A reusable token is one of a
+seeded prefix, also where it has been evicted since.
 """
 
 from __future__ import annotations

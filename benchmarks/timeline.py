@@ -5,10 +5,8 @@ activations were there and when the host launched it:
 
 * `no_work`: on stage 0, until the last of the wave's requests could run;
 * `activations`: on later stages, until the previous stage's activations were there;
-* `host`: the launch was late, and the loop computed meanwhile, which is an upper bound of what it did for
-  this wave: CPU time is known from launch to launch;
-* `loop_waits`: the launch was late for any other reason. The loop waited for an output of an earlier wave,
-  for a decision, or for a core of the machine;
+* `outputs`: after that the loop waited for outputs of earlier waves, or for a decision that they hold up;
+* `host`: the rest. The host computed, or had no core: its launch was late;
 * `fill`: before the first wave of the window and after its last.
 
 Times are seconds of the system's monotonic clock, dilated as the run was.
@@ -24,7 +22,7 @@ from pathlib import Path
 from sglang_wavepp.mpu.planner import load_of
 from sglang_wavepp.mpu.stage_time import StageTime
 
-CAUSES = ("busy", "no_work", "activations", "host", "loop_waits", "fill")
+CAUSES = ("busy", "no_work", "activations", "outputs", "host", "fill")
 """The fields of `Split`, in the order of reports."""
 
 
@@ -47,6 +45,8 @@ class Wave:
     end: float
     cost: float
     """Seconds of the device."""
+    blocked: float
+    """Seconds that the loop waited since the launch before, for outputs or input, with the device idle."""
     cpu: float
     """CPU seconds of the scheduler process so far."""
     loop_cpu: float
@@ -60,8 +60,8 @@ class Split:
     busy: float
     no_work: float
     activations: float
+    outputs: float
     host: float
-    loop_waits: float
     fill: float
 
     @property
@@ -99,22 +99,22 @@ def of_requests(waves: Iterable[Wave], rids: Collection[str]) -> list[Wave]:
 def split(waves: Sequence[Wave], begin: float, end: float, *, first_stage: bool) -> Split:
     """Where one stage's time went from `begin` to `end`. `waves` in the order of their launch. O(waves)."""
     found = dict.fromkeys(CAUSES, 0.0)
-    last: Wave | None = None
     cursor = begin
-    for wave in waves:
+    for number, wave in enumerate(waves):
         start, done = min(max(wave.start, cursor), end), min(max(wave.end, cursor), end)
-        if last is None:
+        if not number:
             found["fill"] += start - cursor
         elif start > cursor:
             until = wave.runnable if first_stage else wave.input
             cut = min(max(until, cursor), start)
             late = start - cut
-            computed = min(late, max(0.0, wave.loop_cpu - last.loop_cpu))
+            # While it waited for work or activations, the loop was blocked, too.
+            blocked = min(late, max(0.0, wave.blocked - (cut - cursor)))
             found["no_work" if first_stage else "activations"] += cut - cursor
-            found["host"] += computed
-            found["loop_waits"] += late - computed
+            found["outputs"] += blocked
+            found["host"] += late - blocked
         found["busy"] += done - start
-        cursor, last = done, wave
+        cursor = done
     found["fill"] += max(0.0, end - cursor)
     return Split(**found)
 

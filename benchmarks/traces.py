@@ -1,9 +1,10 @@
 """Traces of agents and of chats as requests of token ids. Pure.
 
 Two formats: sessions, one a line (`reqs` of time, input and output tokens, blocks kept of the previous
-prompt, runs of block ids that follow, and, if known, API and think time), and requests, one a line (`timestamp`
-in ms, `input_length`, `output_length`, `hash_ids` of blocks of 512 tokens). Requests of sub-agents are left
-out, and times of single requests. Where a last, partial block is not told, it is one of its own.
+prompt, runs of block ids that follow, and, if known, API and think time), and requests, one a line
+(`timestamp` in ms, `input_length`, `output_length`, `hash_ids` of blocks of 512 tokens). Requests of
+sub-agents are left out, and times of single requests. Where a last, partial block is not told, it is one of
+its own.
 """
 
 from __future__ import annotations

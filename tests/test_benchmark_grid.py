@@ -105,6 +105,7 @@ def _wave(number: int, start: float, end: float, **more: Any) -> Wave:
         "launched": start,
         "input": 0.0,
         "cost": end - start,
+        "blocked": 0.0,
         "cpu": 0.0,
         "loop_cpu": 0.0,
     }
@@ -114,14 +115,14 @@ def _wave(number: int, start: float, end: float, **more: Any) -> Wave:
 
 def test_a_gap_is_told_by_what_came_last() -> None:
     waves = [
-        _wave(0, 11.0, 12.0, loop_cpu=1.0),
-        _wave(1, 15.0, 16.0, runnable=14.0, input=13.0, loop_cpu=1.25),
+        _wave(0, 11.0, 12.0),
+        _wave(1, 15.0, 16.0, runnable=13.5, input=13.0, blocked=2.25),
     ]
     first = split(waves, 10.0, 20.0, first_stage=True)
-    assert (first.busy, first.fill, first.no_work, first.activations) == (2.0, 5.0, 2.0, 0.0)
-    assert (first.host, first.loop_waits) == (0.25, 0.75)
+    assert (first.busy, first.fill, first.no_work, first.activations) == (2.0, 5.0, 1.5, 0.0)
+    assert (first.outputs, first.host) == (0.75, 0.75)
     later = split(waves, 10.0, 20.0, first_stage=False)
-    assert (later.no_work, later.activations, later.host, later.loop_waits) == (0.0, 1.0, 0.25, 1.75)
+    assert (later.no_work, later.activations, later.outputs, later.host) == (0.0, 1.0, 1.25, 0.75)
     assert first.window == later.window == 10.0
     assert first.shares()["busy"] == 0.2
 
@@ -138,13 +139,12 @@ times = st.floats(0.0, 5.0)
 def test_busy_time_and_gaps_are_the_window(
     drawn: list[tuple[float, float, float, float, float]], begin: float, length: float, first_stage: bool
 ) -> None:
-    waves, clock, cpu = [], 0.0, 0.0
-    for number, (pause, runnable, arrives, cost, used) in enumerate(drawn):
+    waves, clock = [], 0.0
+    for number, (pause, runnable, arrives, cost, blocked) in enumerate(drawn):
         launched = clock + pause
         start = max(launched, clock + arrives)
-        cpu += used
         more = {"runnable": clock + runnable, "launched": launched, "input": clock + arrives}
-        waves.append(_wave(number, start, start + cost, loop_cpu=cpu, **more))
+        waves.append(_wave(number, start, start + cost, blocked=blocked, **more))
         clock = start + cost
     found = split(waves, begin, begin + length, first_stage=first_stage)
     assert all(getattr(found, cause) >= 0 for cause in CAUSES)
@@ -182,6 +182,7 @@ def test_a_trace_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
         "start": 3.0,
         "end": 4.0,
         "cost": 1.0,
+        "blocked": 0.3,
         "cpu": 0.1,
         "loop_cpu": 0.2,
     }

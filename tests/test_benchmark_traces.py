@@ -107,7 +107,7 @@ def _run(folder: Path, name: str) -> None:
             }
             line |= {"spans": [[0, 30]] if not number else [[0, 10], [5, 30]], "runnable": start, "cpu": 0.0}
             line |= {"launched": start, "input": start * (stage > 0), "start": start, "end": start + 1.0}
-            lines.append(json.dumps(line | {"cost": 1.0, "loop_cpu": 0.0}) + "\n")
+            lines.append(json.dumps(line | {"cost": 1.0, "loop_cpu": 0.0, "blocked": 0.0}) + "\n")
         (trace / f"stage{stage}.jsonl").write_text("".join(lines))
     (folder / "rows.json").write_text(json.dumps({"dilation": 4.0}))
 
