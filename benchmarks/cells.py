@@ -57,7 +57,7 @@ class Cell:
 
     def count(self, requests: int | None = None) -> int:
         """How many requests it has: as many as asked for, but all kinds of the workload."""
-        return max(requests or max(2 * self.concurrency, 16), len(self.of))
+        return max(requests or max(4 * self.concurrency, 32), len(self.of))
 
     def prefixes(self, requests: int | None = None) -> int:
         """How many prefixes are seeded at most."""

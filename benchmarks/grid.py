@@ -75,23 +75,21 @@ def compared(
     with tempfile.TemporaryDirectory(prefix="wavepp-grid-") as temporary:
         base = options.out or Path(temporary)
         model = make_model(base / "model", "emulated", layers=max(8, shared.pp), context=shared.context)
-        rows = []
-        for number in range(options.rounds):
-            for chosen in systems if number % 2 == 0 else systems[::-1]:
-                where = folder(base, f"{number}-{chosen.name}")
-                rows += [{"round": number, **row} for row in _served(model, chosen, shared, where, loads)]
-        raw = {
+        rows: list[dict[str, Any]] = []
+        raw: dict[str, Any] = {
             "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
             "profile": shared.source,
             "dilation": shared.dilation,
             "pool": shared.pool,
             "cores": os.cpu_count(),
-            "minutes": round((time.monotonic() - began) / 60, 1),
-            "rows": rows,
-            **report.compare(rows),
         }
-        (base / "rows.json").write_text(json.dumps(raw, indent=1))
-    return raw
+        for number in range(options.rounds):
+            for chosen in systems if number % 2 == 0 else systems[::-1]:
+                where = folder(base, f"{number}-{chosen.name}")
+                rows += [{"round": number, **row} for row in _served(model, chosen, shared, where, loads)]
+                raw |= {"minutes": round((time.monotonic() - began) / 60, 1), "rows": rows}
+                (base / "rows.json").write_text(json.dumps({**raw, **report.compare(rows)}, indent=1))
+    return {**raw, **report.compare(rows)}
 
 
 def _served(
@@ -193,7 +191,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="all workloads at all their concurrencies")
     parser.add_argument("--concurrency", type=int, nargs="+", metavar="C", help="of cells that name none")
     parser.add_argument("--retention", action="store_true", help="the retention test instead of cells")
-    parser.add_argument("--requests", type=int, help="of each cell (two for each one under way, 16 at least)")
+    parser.add_argument("--requests", type=int, help="of each cell (four for each under way, 32 at least)")
     add_server_arguments(parser)
     options = parser.parse_args()
     with fail():
