@@ -34,6 +34,7 @@ from benchmarks.load import LoadError
 from benchmarks.measure import Bench, Setting, folder, summary
 from benchmarks.systems import ALL, DEFAULT, System, system
 from sglang_wavepp.errors import WavePPError
+from sglang_wavepp.launch.demo import signals_raise
 from sglang_wavepp.launch.models import make_model
 from sglang_wavepp.mpu.profile import DATA, ProfileError, load_profile
 
@@ -116,9 +117,10 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def fail() -> Iterator[None]:
-    """What users can get wrong, and servers that fail, end the program with one line."""
+    """What users can get wrong, and servers that fail, end the program with one line; no server is left."""
     try:
-        yield
+        with signals_raise():
+            yield
     except (WavePPError, ProfileError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
