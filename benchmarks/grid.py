@@ -36,17 +36,12 @@ from benchmarks.systems import ALL, DEFAULT, System, system
 from sglang_wavepp.errors import WavePPError
 from sglang_wavepp.launch.demo import signals_raise
 from sglang_wavepp.launch.models import make_model
-from sglang_wavepp.mpu.profile import DATA, ProfileError, load_profile
+from sglang_wavepp.mpu.profile import ProfileError, load_profile
 
 Measure = Callable[[Bench], dict[str, Any]]
 
 PROFILES = {4: "glm-5.2-b300", 8: "kimi-k3-gb300"}
 """By the number of stages, if none is named."""
-
-
-def profile_source(name: str) -> str:
-    """The name of a profile, where `profile-` may be left out."""
-    return f"profile-{name}" if (DATA / f"profile-{name}.toml").is_file() else name
 
 
 def chosen_systems(options: argparse.Namespace) -> list[System]:
@@ -56,7 +51,7 @@ def chosen_systems(options: argparse.Namespace) -> list[System]:
 
 def setting(options: argparse.Namespace, *, context: int, pool: int, concurrency: int) -> Setting:
     """For all servers of a run: the longest request has `context` tokens; `--pool` goes before `pool`."""
-    source = profile_source(options.profile or PROFILES.get(options.pp, "laptop"))
+    source = options.profile or PROFILES.get(options.pp, "laptop")
     return Setting(
         source=source,
         profile=load_profile(source),

@@ -69,8 +69,10 @@ def run(
                     return
                 for turn, request in enumerate(job):
                     delay = max(request.pause, began + request.at - time.monotonic())
-                    if delay > 0 and stopped.wait(delay):
-                        return
+                    if delay > 0:
+                        connection.close()  # the server would close it, too, sooner or later
+                        if stopped.wait(delay):
+                            return
                     done.put((number, turn, (request, *_send(connection, request))))
         except (OSError, http.client.HTTPException, LoadError) as error:
             done.put(LoadError(f"request {request.rid}: {error or type(error).__name__}"))

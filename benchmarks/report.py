@@ -98,7 +98,9 @@ def compare(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """All tables."""
+    """All tables; only what is wrong, if nothing counts."""
+    if not valid(rows):
+        return _doubts(rows)
     found = compare(rows)
     parts = [
         _throughput(found),
@@ -185,10 +187,13 @@ def _bubbles(rows: Sequence[Row]) -> str:
             if label == "first" and not number:
                 continue
             shares = (f"{stage[cause]:.1%}" for cause in CAUSES)
-            lines.append((row["cell"], row["system"], str(row["round"]), f"{label} ({chosen})", *shares))
-    head = ("cell", "system", "round", "stage", *(NAMES.get(cause, cause) for cause in CAUSES))
+            used = (str(stage["waves"]), f"{stage['busy'] * row['window_s']:.2f}")
+            where = (row["cell"], row["system"], str(row["round"]), f"{label} ({chosen})")
+            lines.append((*where, *used, *shares))
+    causes = (NAMES.get(cause, cause) for cause in CAUSES)
+    head = ("cell", "system", "round", "stage", "waves", "device s", *causes)
     lines.sort(key=lambda line: (_order(rows, line[0]), line[1]))
-    return "Where the stages' time went\n" + table(head, lines)
+    return "Where the stages' time went, and the device time that the requests took\n" + table(head, lines)
 
 
 def _host(rows: Sequence[Row]) -> str:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks import report
 from benchmarks.cells import HIGHEST, LOWEST, QUICK, WORKLOADS, Cell, Prepared, parse_cells, prepare
-from benchmarks.grid import PROFILES, profile_source
+from benchmarks.grid import PROFILES
 from benchmarks.load import LoadError, run
 from benchmarks.measure import doubts
 from benchmarks.systems import ALL, DEFAULT, system
@@ -93,7 +93,7 @@ def test_what_is_no_system_is_refused_with_its_name(name: str) -> None:
 
 
 def test_each_default_profile_is_there() -> None:
-    assert all(load_profile(profile_source(name)).stages(pp) for pp, name in PROFILES.items())
+    assert all(load_profile(name).stages(pp) for pp, name in PROFILES.items())
 
 
 # --- timelines --------------------------------------------------------------------------------------
@@ -203,7 +203,14 @@ def _row(system: str, cell: str, number: int, speed: float, busy: float = 0.8, *
     host = dict.fromkeys(("loop_wave", "process_wave", "loop_request", "process_request"), 1.0)
     stage = {**dict.fromkeys(CAUSES, 0.0), "busy": busy, "waves": 3, "host_ms": host, "cost_error": 0.0}
     row = {"system": system, "cell": cell, "round": number, "input_tokens_s": speed, "busy": busy}
-    row |= {"first_p50_s": 1.0, "first_p95_s": 2.0, "output_tokens_s": 3.0, "gap_p99_s": None, "idle": 0.5}
+    row |= {
+        "first_p50_s": 1.0,
+        "first_p95_s": 2.0,
+        "output_tokens_s": 3.0,
+        "gap_p99_s": None,
+        "idle": 0.5,
+        "window_s": 4.0,
+    }
     return row | {"stages": [stage], "doubts": [], "front_end": 0.1, **more}
 
 
@@ -239,6 +246,11 @@ def test_the_report_tells_what_does_not_count() -> None:
     assert report.text(
         [_row("wavepp-static", "a:8", 0, 5.0)]
     )  # without stock there is nothing to compare with
+
+
+def test_the_report_of_nothing_that_counts_is_why() -> None:
+    broken = {"system": "wavepp-mpu", "cell": "a:8", "round": 1, "doubts": ["no answer"]}
+    assert report.text([broken]) == "invalid: a:8 wavepp-mpu round 1: no answer"
 
 
 def test_a_measurement_of_the_host_does_not_count() -> None:
@@ -278,6 +290,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
 
+    def setup(self) -> None:
+        super().setup()
+        with self.server.lock:  # type: ignore[attr-defined]
+            self.server.connections += 1  # type: ignore[attr-defined]
+
     def _chunk(self, content: bytes) -> None:
         self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
 
@@ -288,7 +305,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def http_server() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.order, server.lock = [], threading.Lock()
+    server.order, server.lock, server.connections = [], threading.Lock(), 0
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -314,6 +331,13 @@ def test_the_client_answers_in_the_order_of_the_jobs(http_server: Any) -> None:
         assert own == [f"{job}-{turn}" for turn in range(3)]
         turns = [a for a in answers if a.request.rid.startswith(f"{job}-")]
         assert all(one.arrivals[-1] <= other.sent for one, other in pairwise(turns))
+
+
+def test_the_client_keeps_a_connection_but_not_over_a_pause(http_server: Any) -> None:
+    first, second, third = (_request(rid, "5") for rid in "abc")
+    later = Prepared(third.rid, third.body, 1, 0, pause=0.01)
+    assert len(run("127.0.0.1", http_server.server_port, [[first, second, later]], 1, 30.0)) == 3
+    assert http_server.connections == 2
 
 
 def test_the_client_names_the_request_that_failed(http_server: Any) -> None:
