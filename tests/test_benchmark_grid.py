@@ -243,9 +243,8 @@ def test_the_report_tells_what_does_not_count() -> None:
     assert "invalid: b:8 wavepp-timed round 1: the front end computed for 50% of the time" in text
     assert "9000" not in text
     assert "single stock: stock-4096" in text
-    assert report.text(
-        [_row("wavepp-static", "a:8", 0, 5.0)]
-    )  # without stock there is nothing to compare with
+    # Without stock there is nothing to compare with.
+    assert report.text([_row("wavepp-static", "a:8", 0, 5.0)])
 
 
 def test_the_report_of_nothing_that_counts_is_why() -> None:
