@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     keep = args.keep_logs
     folder = Path(tempfile.mkdtemp(prefix="wavepp-demo-"))
     try:
-        with _signals_raise():
+        with signals_raise():
             report, unequal = _demonstrate(args, folder, say)
     except KeyboardInterrupt:
         return 130
@@ -205,7 +205,7 @@ def _number(least: int, most: int) -> Callable[[str], int]:
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
+def signals_raise() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit, so that the servers are stopped as for any exception."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers

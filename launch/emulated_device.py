@@ -57,6 +57,8 @@ class EmulatedDevice:
         """Without stages SGLang's loop waits for no event before it reads the outputs."""
         self.free_at = 0.0
         """When it is through with all that was launched."""
+        self.free = False
+        """Did the latest wave take no time?"""
         self.latest = 0.0
         """When the latest operation on the host's stream is through: what an event recorded now says."""
         self.wait = Wait()
@@ -74,7 +76,7 @@ class EmulatedDevice:
         The time of a decode wave is that of spans of one token.
         """
         load = load_of((0, prefix, prefix + new) for prefix, new in spans)  # type: ignore[misc]
-        free = bool(self._free_file) and os.path.exists(self._free_file)
+        self.free = free = bool(self._free_file) and os.path.exists(self._free_file)
         cost = 0.0 if free else self._dilation * self._time.of(load) / 1e6
         launched, before = now(), self.free_at
         start = max(launched, ready, before)
@@ -112,13 +114,18 @@ class EmulatedDevice:
         device = self
 
         class Event:
-            """An event of the emulated device. Times as those of `torch.cuda.Event`, in milliseconds."""
+            """An event of the emulated device. Times as those of `torch.cuda.Event`, in milliseconds.
+
+            No time is told of waves that took none: what they took is that of the host.
+            """
 
             def __init__(self, enable_timing: bool = False, **_: Any) -> None:
                 self.at = 0.0
+                self.free = False
 
             def record(self, stream: Any = None) -> None:
                 self.at = max(now(), device.latest)
+                self.free = device.free
 
             def query(self) -> bool:
                 return now() >= self.at
@@ -132,7 +139,7 @@ class EmulatedDevice:
                 pass
 
             def elapsed_time(self, end: Event) -> float:
-                return (end.at - self.at) * 1e3
+                return 0.0 if end.free else (end.at - self.at) * 1e3
 
         return Event
 

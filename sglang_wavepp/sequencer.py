@@ -173,9 +173,12 @@ class Sequencer:
             self.drop(seq, retract=True)
 
     def took(self, stage: int, wave: int, elapsed_us: int) -> None:
-        """A stage says how long it took for a wave; of a decode wave, or an old one, nothing is learned."""
+        """A stage says how long it took for a wave; of a decode wave, or an old one, nothing is learned.
+
+        Nor is it where no time was measured.
+        """
         load = self._loads.get(wave)
-        if load is not None:
+        if load is not None and elapsed_us > 0:
             self._planner.observe(stage, load, elapsed_us)
 
     def join_group(self, wave: int) -> int:

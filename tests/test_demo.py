@@ -131,7 +131,7 @@ def test_the_demo_ends_with_one_line_on_errors_and_130_on_ctrl_c(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_the_demo_like_exceptions(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as ended, demo._signals_raise():
+    with pytest.raises(SystemExit) as ended, demo.signals_raise():
         signal.raise_signal(number)
     assert ended.value.code == 128 + number
     assert signal.getsignal(number) == before

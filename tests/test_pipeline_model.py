@@ -321,7 +321,7 @@ def test_other_mistakes_are_one_clear_line(
     given = ["plan", "--requests", str(requests_file)]
     for argv, complaint in (
         (["plan", "--requests", "/no/such/file"], "/no/such/file cannot be read"),
-        ([*given, "--profile", "h100"], "there is no profile 'h100'; there are kimi-k3-gb300, "),
+        ([*given, "--profile", "h100"], "there is no profile 'h100'; there are glm-5.2-b300, "),
         ([*given, "--budget", "10"], "a budget of 10 tokens is less than a page of 64"),
         ([*given, "--budget", "4096", "--plot", "/no/such/plot.svg"], "plot.svg cannot be written"),
     ):
