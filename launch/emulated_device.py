@@ -158,7 +158,7 @@ def install(emulation: Emulation, stage: int, stages: int) -> EmulatedDevice:
     """Make this process's CPU an emulated device."""
     global _device
     _device = device = EmulatedDevice(emulation, stage, stages)
-    torch.cpu.Event = device.event_class()  # type: ignore[attr-defined]
+    torch.cpu.Event = device.event_class()  # type: ignore[assignment,misc]
     torch.cpu.synchronize = device.synchronize  # type: ignore[assignment]
     return device
 

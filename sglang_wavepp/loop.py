@@ -227,6 +227,8 @@ class LeaderLoop(StageLoop):
     def __init__(self, stage: Any, sequencer: Sequencer) -> None:
         super().__init__(stage)
         self.sequencer = sequencer
+        self._unsent: list[bytes] = []
+        """The latest entries of the log, which the members do not have yet."""
         self._controls: deque[tuple[Any, bool]] = deque()
         self._answers: dict[int, tuple[Any, Any]] = {}
         """Log position of a control decision -> (request, output) until every stage has applied it."""
@@ -244,7 +246,7 @@ class LeaderLoop(StageLoop):
     def commit(self, c: Committed, digest: int) -> None:
         """Every stage holds the request: log it."""
         d = Commit(c.seq, c.order, c.boundary, c.length, c.until, digest)
-        self._publish(d)
+        self._append(d)
         with self.stage.guard:
             req = self.executor.commit(d)
         most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
@@ -263,7 +265,7 @@ class LeaderLoop(StageLoop):
             freed = self.stage.member.freed()
         for seq in finished:
             self._aborts.pop(seq, None)
-        self._publish(Output(done.wave, group, done.tokens, finished, done.extra))
+        self._append(Output(done.wave, group, done.tokens, finished, done.extra))
         self.sequencer.output(done.wave, group, finished)
         if finished:
             with self.stage.guard:
@@ -344,10 +346,25 @@ class LeaderLoop(StageLoop):
         self._run_wave(d)
         return True
 
-    def _publish(self, d: Decision) -> None:
-        self.stage.wave.publish(self.log.position, self.log.append(d))
+    def _append(self, d: Decision) -> None:
+        """Log a decision. The members get it together with the next one that is sent on."""
+        self._unsent.append(self.log.append(d))
         with self.stage.guard:
             self.stage.member.applied(self.log.position)
+
+    def _publish(self, d: Decision) -> None:
+        """Log a decision and send it on."""
+        self._append(d)
+        self._send_log()
+
+    def _send_log(self) -> None:
+        if self._unsent:
+            self.stage.wave.publish(self.log.position - len(self._unsent), self._unsent)
+            self._unsent = []
+
+    def _wait(self) -> None:
+        self._send_log()
+        super()._wait()
 
     def _drop(self, d: Drop) -> None:
         with self.stage.guard:

@@ -87,9 +87,9 @@ class LeaderWave(Wave):
 
     # --- called by the loop ------------------------------------------------------------------
 
-    def publish(self, position: int, entry: bytes) -> None:
-        """Send a log entry to every member."""
-        self.mail.post(partial(self._plane.send, None, Log(position, [entry])))
+    def publish(self, position: int, entries: list[bytes]) -> None:
+        """Send log entries, the first at `position`, to every member."""
+        self.mail.post(partial(self._plane.send, None, Log(position, entries)))
 
     def planned(self, spans: list[tuple[int, int]]) -> None:
         """A wave was planned for prompt tokens of committed requests: (seq, tokens)."""
