@@ -62,10 +62,9 @@ class Planner(Protocol):
     """Cuts prompts into waves. One for a server; the wave loop of stage 0 alone calls it.
 
     A planner keeps the order of the requests, plans each token once, never exceeds the budget, and answers
-    with an empty wave only if nothing is pending, or to wait for more while more waves than stages are under
-    way; it is asked again when one of them is through. Every other wave has at least `WaveLimits.floor`
-    tokens or completes a request, so there are never more of them than the sum over requests of
-    ceil(suffix / floor), where suffixes begin at a multiple of `align`.
+    with an empty wave only if nothing is pending. Every wave has at least `WaveLimits.floor` tokens or
+    completes a request, so there are never more of them than the sum over requests of ceil(suffix / floor),
+    where suffixes begin at a multiple of `align`.
     """
 
     ahead: int

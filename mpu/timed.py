@@ -21,9 +21,8 @@ with the finished ones not counted in T, waves would shrink to the end, for noth
 
 Equal times would cut most requests, and a cut makes a wave more, or reads a prefix again. So the target is
 taken to the next share that whole requests fill, or equal parts of the next one: to the larger, if with the
-smaller there are more waves than the ring holds and with the larger the stages still have one each, else to
-the one with which the work is through earlier. What does not fill its share waits while there are more waves
-under way than stages: stage 0 has its next one then, and what comes meanwhile joins.
+smaller there are more waves than the ring holds and with the larger still more than stages, else to the one
+with which the work is through earlier.
 
 Otherwise throughput is not traded for latency: waves become smaller only where the formula says that all work
 is through earlier, and only while fewer than R of the largest are known. Before a stage has been observed
@@ -75,15 +74,7 @@ class TimedPlanner:
         if self._alone is not _NOBODY:
             share = work / max(1, math.ceil(work / share - _CRUMB))
         self._target_us = time.wave + share
-        if all_seen and work < share * (1 - _CRUMB) and self._may_wait(seen, rows, ring):
-            return []
         return self._fill(seen, rows, share, time)
-
-    def _may_wait(self, seen: Sequence[Pending], rows: int, ring: Sequence[Load]) -> bool:
-        """Can a wave of all these still grow, and is there no stage that would have to wait for it?"""
-        if len(ring) <= self._limits.stages or len(seen) >= rows:
-            return False
-        return sum(end - begin for _, begin, end in seen) < self._limits.budget
 
     def observe(self, stage: int, load: Load, elapsed_us: int) -> None:
         """See `Planner`."""

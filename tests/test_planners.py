@@ -143,12 +143,7 @@ def test_every_token_is_planned_once_and_in_order(
     waves = 0
     while left:
         spans = planner.spans(iter(left), rows, ring)
-        if not spans:
-            assert name == "timed" and len(ring) > limits.stages and len(left) < rows, "none without need"
-            assert sum(end - begin for _, begin, end in left) < limits.budget
-            ring, under_way = ring[1:], len(ring) - 1  # one is through, and no other one comes
-            continue
-        assert len(spans) <= rows
+        assert 0 < len(spans) <= rows
         assert sum(end - begin for _, begin, end in spans) <= limits.budget
         for span, p in zip(spans, left, strict=False):
             assert span.end == p.end or span.end % align == 0
@@ -261,15 +256,10 @@ def taught(limits: WaveLimits, times: list[StageTime], seed: int = 1) -> TimedPl
 def waves_of(planner: Planner, left: list[Pending], most: int = 16) -> list[Load]:
     """Plan all; up to `most` waves are under way."""
     waves: list[Load] = []
-    ring: list[Load] = []
     while left:
-        spans = planner.spans(left, 64, ring)
-        if not spans:
-            ring.pop(0)  # it waits for this one
-            continue
+        spans = planner.spans(left, 64, waves[-most:])
         left = rest(left, spans)
         waves.append(load_of(spans))
-        ring = [*ring, waves[-1]][-most:] if most else []
     return waves
 
 
@@ -312,16 +302,6 @@ def test_as_many_requests_as_stages_are_not_cut_where_a_wave_is_dear() -> None:
     assert [wave.tokens for wave in waves_of(taught(PP4, [DEAR] * 4), left)] == [4 * K] * 4
     (cut,) = taught(PP4, [DEAR._replace(wave=200.0)] * 4).spans(left, 8, [])
     assert cut.end <= 2 * K + 64, "here a cut costs next to nothing"
-
-
-def test_a_small_wave_waits_while_the_stages_have_others() -> None:
-    planner = taught(PP4, [DEAR] * 4)
-    small, large = prompts(1700), load_of(prompts(3400))
-    assert planner.spans(small, 8, [large] * 5) == []
-    assert planner.spans(small, 8, [large] * 4) == small, "one more is needed to keep the stages busy"
-    assert planner.spans(small, 1, [large] * 5) == small, "no other one fits in"
-    two = prompts(1700, 1700)
-    assert planner.spans(two, 8, [large] * 5) == two
 
 
 def test_a_full_ring_is_not_followed_by_crumbs() -> None:
