@@ -87,6 +87,7 @@ class PipelineServer:
         self._learns = options.planner == "timed"
         self._position = 0
         self._host_free = 0.0
+        self._front_free = 0.0
         self._uncommitted = 0
         """Requests that wait for admission."""
         self._prompts: dict[int, Prompt] = {}
@@ -111,8 +112,7 @@ class PipelineServer:
             listed = listed[:concurrency]
         first = min((r.arrival for r in listed), default=0.0)
         for request in listed:
-            at = 0.0 if concurrency else request.arrival - first
-            self._clock.at(at, partial(self._arrive, request))
+            self._send(request, 0.0 if concurrency else request.arrival - first)
         before = 0.0
         for now in self._clock.times():
             self._bubbles.waited(max(before, self.pipeline.free), now)
@@ -122,6 +122,11 @@ class PipelineServer:
         seconds = max((s.done for s in self._served), default=0.0)
         self._bubbles.drained(seconds - self.pipeline.ends(self.pipeline.slowest))
         return Outcome(self._served, seconds, self._waves, self._bubbles.seconds, self.pipeline.busy)
+
+    def _send(self, request: Offered, at: float) -> None:
+        """A client sends a request: it arrives when the front is through with it and those before it."""
+        self._front_free = max(at, self._front_free) + self.options.front_s * request.tokens
+        self._clock.at(self._front_free, partial(self._arrive, request))
 
     # --- admission -----------------------------------------------------------------------------
 
@@ -318,4 +323,4 @@ class PipelineServer:
     def _next(self) -> None:
         """One is done: who waits outside comes."""
         if self._queue:
-            self._clock.at(self._clock.now, partial(self._arrive, self._queue.popleft()))
+            self._send(self._queue.popleft(), self._clock.now)

@@ -36,6 +36,8 @@ class ServerOptions:
     reserve: int = 512
     message_s: float = 1e-4
     """Latency of a message between the stages' admission threads."""
+    front_s: float = 0.0
+    """Time of the HTTP front for a token of a prompt; it takes one request after the other."""
     prepare_s: float = 0.0
     """Host time of stage 0 for a wave; it overlaps with the device."""
     wave_s: float = 0.0

@@ -19,6 +19,7 @@ from benchmarks.cells import HIGHEST, LOWEST, QUICK, WORKLOADS, Cell, Prepared, 
 from benchmarks.grid import PROFILES
 from benchmarks.load import LoadError, run
 from benchmarks.measure import doubts
+from benchmarks.predict import compared
 from benchmarks.systems import ALL, DEFAULT, system
 from benchmarks.timeline import CAUSES, Wave, cost_error, host_time, of_requests, parse, read_stage, split
 from sglang_wavepp.mpu.profile import load_profile
@@ -348,3 +349,23 @@ def test_the_client_waits_no_longer_than_it_may(http_server: Any) -> None:
     late = Prepared("late", _request("late", "5").body, 1, 0, at=3600.0)
     with pytest.raises(LoadError, match="0 of 1 requests were answered within 0 s"):
         run("127.0.0.1", http_server.server_port, [[late]], 1, 0.1)
+
+
+def test_the_model_is_compared_with_what_counts() -> None:
+    def row(name: str, cell: str, **more: Any) -> dict[str, Any]:
+        shown = {"requests": 16, "front_end": 0.05, "input_tokens_s": 400_000.0, "doubts": []}
+        return {"system": name, "cell": cell, **shown, **more}
+
+    rows = [
+        row("stock-8192", "suffix-4k:8"),
+        row("wavepp-static", "suffix-4k:8"),
+        row("wavepp-static", "suffix-4k:8", front_end=2.0),
+        row("wavepp-static", "suffix-4k:8", doubts=["the host was late"]),
+        row("wavepp-static", "mixed-16k+32:8"),
+    ]
+    found = list(compared({"profile": "glm-5.2-b300", "options": {"pp": 4}, "rows": rows}))
+    assert [(each["system"], each["cell"]) for each in found] == [("wavepp-static", "suffix-4k:8")] * 2
+    quick, slow = (each["predicted"] for each in found)
+    assert slow == pytest.approx(200_000, rel=0.1), "the front takes 5 us for a token, and is the bottleneck"
+    assert quick > 1.5 * slow
+    assert all(each["ratio"] == each["predicted"] / 400_000 for each in found)
