@@ -51,7 +51,6 @@ class EmulatedDevice:
         profile = load_profile(emulation.profile)
         self._time = profile.stages(stages)[stage]
         self._hop_s = profile.hop_s
-        self._stage = stage
         self._dilation = emulation.dilation
         self._synchronous = stages == 1
         """Without stages SGLang's loop waits for no event before it reads the outputs."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_wavepp.config import config_of
 from sglang_wavepp.errors import ConfigError
 from sglang_wavepp.launch import cpu_platform, flags
 from sglang_wavepp.mpu.profile import ProfileError, load_profile
@@ -129,11 +130,14 @@ def install(server_args: Any, stage: int) -> None:
     device = emulated_device.install(emulation, stage, server_args.pp_size)
     emulated_model.EmulatedForCausalLM.checks = emulation.check
     ModelRegistry.models[ARCHITECTURE] = emulated_model.EmulatedForCausalLM
-    _follow(device)
+    _follow(device, stock=config_of(server_args) is None)
 
 
-def _follow(device: EmulatedDevice) -> None:
-    """Tell the device what happens to its results and when requests become runnable."""
+def _follow(device: EmulatedDevice, stock: bool) -> None:
+    """Tell the device what happens to its results and when requests become runnable.
+
+    Only stock SGLang sends outputs round before they are ready; WavePP waits for their event first.
+    """
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_wavepp.launch.emulated_device import READY_KEY
@@ -184,9 +188,10 @@ def _follow(device: EmulatedDevice) -> None:
         original(loop)
         device.wait.add(begin, device.free_at)
 
-    wrap(Scheduler, "_pp_prepare_tensor_dict", sends_outputs)
+    if stock:
+        wrap(Scheduler, "_pp_prepare_tensor_dict", sends_outputs)
+        wrap(Scheduler, "_pp_make_skip_output_result", skips_outputs)
     wrap(Scheduler, "_pp_recv_typed_dict", receives)
-    wrap(Scheduler, "_pp_make_skip_output_result", skips_outputs)
     wrap(Scheduler, "handle_generate_request", arrives)
     wrap(Scheduler, "process_batch_result", has_output)
     wrap(StageLoop, "_wait", waits)
