@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from sglang_wavepp.launch.replay import LOWEST_ID
 from sglang_wavepp.mpu.profile import DATA
 
 WORKLOADS: dict[str, Any] = tomllib.loads((DATA / "cells.toml").read_text())["workloads"]
 QUICK = ("suffix-4k:8,32", "short-reuse:32", "mixed-16k:8", "mixed-16k+32:8")
 MOST_PREFIXES = 64
-LOWEST, HIGHEST = 16, 1000
+LOWEST, HIGHEST = LOWEST_ID, 1000
 """Token ids are in [LOWEST, HIGHEST)."""
 _NAME = re.compile(r"(?P<workload>[\w.-]+?)(?:\+(?P<output>\d+))?(?::(?P<concurrency>\d+(?:,\d+)*))?")
 _WORDS = [str(word) for word in range(HIGHEST)]

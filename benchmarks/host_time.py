@@ -4,7 +4,7 @@
 
 A two-stage server each, the same prompts, all but their ends cached. Every function in `ITEMS` counts the CPU
 time of its thread without that of other ones among them which it calls. Waiting is no CPU time, so neither
-the length of the waves nor other processes matter. Two tables: the loop of each stage, and all its threads.
+the length of the waves nor other processes matter. Two tables: the loop of each stage, and its other threads.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def predicted(
     chosen = system(name)
     options = ServerOptions(
         stages=stages,
-        planner=chosen.flags[chosen.flags.index("--wavepp-planner") + 1],
+        planner=chosen.planner,
         budget=chosen.budget,
         page=1,
         front_s=front_s,

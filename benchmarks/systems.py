@@ -36,11 +36,17 @@ class System:
     """How a server is started."""
 
     name: str
-    wavepp: bool
+    planner: str
+    """Of WavePP; empty for stock SGLang."""
     budget: int
     """--chunked-prefill-size."""
     flags: tuple[str, ...]
     env: Mapping[str, str]
+
+    @property
+    def wavepp(self) -> bool:
+        """Is it served with WavePP?"""
+        return bool(self.planner)
 
 
 def system(name: str) -> System:
@@ -52,11 +58,13 @@ def system(name: str) -> System:
             flags += ["--pp-async-batch-depth", match["depth"]]
         size = _LARGEST if dynamic else int(match["size"])
         env = {"SGLANG_PP_SKIP_PURE_CHUNKED_OUTPUT_COMM": "1"}
-        return System(name, False, _positive(name, size), tuple(flags), env)
+        return System(name, "", _positive(name, size), tuple(flags), env)
     match = _WAVEPP.fullmatch(name)
     if match and match["planner"] in PLANNERS:
         size = int(match["size"] or _LARGEST)
-        return System(name, True, _positive(name, size), ("--wavepp-planner", match["planner"]), {})
+        return System(
+            name, match["planner"], _positive(name, size), ("--wavepp-planner", match["planner"]), {}
+        )
     known = f"stock-TOKENS[-dDEPTH], stock-dynamic[-dDEPTH], wavepp-{'|'.join(PLANNERS)}[-TOKENS]"
     raise ValueError(f"{name!r} is no system, which are {known}")
 

@@ -10,16 +10,14 @@ its own.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.cells import HIGHEST, LOWEST, Prepared, body
+from benchmarks.cells import HIGHEST, Prepared, body
+from sglang_wavepp.launch.replay import block_tokens
 
 MOONCAKE_BLOCK = 512
 
@@ -114,9 +112,7 @@ def _prompt(turn: Turn, size: int) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def _block(name: str, size: int) -> str:
-    raw = hashlib.shake_128(name.encode()).digest(4 * size)
-    ids = np.frombuffer(raw, "<u4") % (HIGHEST - LOWEST) + LOWEST
-    return ",".join(map(str, ids.tolist()))
+    return ",".join(map(str, block_tokens(name, size, HIGHEST)))
 
 
 def read(file: Path, count: int, longest: int, turns: int) -> tuple[list[list[Turn]], int]:

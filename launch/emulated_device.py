@@ -7,7 +7,6 @@ such times, and waiting for one sleeps until then. All stages of a host share on
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
@@ -26,17 +25,6 @@ FREE = "free"
 """While a file of this name is in the trace directory, waves take no time: to fill caches."""
 
 now = time.monotonic
-
-
-@dataclasses.dataclass(slots=True)
-class Wait:
-    """Seconds that a stage's loop has waited for outputs since the latest launch, its device being idle."""
-
-    seconds: float = 0.0
-
-    def add(self, begin: float, idle_from: float) -> None:
-        """The loop has waited from `begin` until now."""
-        self.seconds += max(0.0, now() - max(begin, idle_from))
 
 
 class EmulatedDevice:
@@ -60,7 +48,8 @@ class EmulatedDevice:
         """Did the latest wave take no time?"""
         self.latest = 0.0
         """When the latest operation on the host's stream is through: what an event recorded now says."""
-        self.wait = Wait()
+        self._blocked = 0.0
+        """Seconds that the loop has waited since the latest launch, the device being idle."""
         self.runnable: dict[str, float] = {}
         """Request -> since when it could run: its arrival, its latest launch or its latest output."""
         self._free_file = os.path.join(emulation.trace, FREE) if emulation.trace else ""
@@ -92,17 +81,21 @@ class EmulatedDevice:
                 "start": start,
                 "end": end,
                 "cost": cost,
-                "blocked": self.wait.seconds,
+                "blocked": self._blocked,
                 "cpu": time.process_time(),
                 "loop_cpu": time.thread_time(),
             }
             self._trace.write(json.dumps(line) + "\n")
         self._wave += 1
-        self.wait.seconds = 0.0
+        self._blocked = 0.0
         self.runnable.update(dict.fromkeys(rids, launched))
         if self._synchronous:
             sleep_until(end)
         return end if free else end + self._dilation * self._hop_s(load)
+
+    def waited(self, begin: float) -> None:
+        """The loop has waited for outputs or for messages from `begin` until now."""
+        self._blocked += max(0.0, now() - max(begin, self.free_at))
 
     def synchronize(self, *_: Any) -> None:
         """Wait until everything that was launched is through."""
@@ -132,7 +125,7 @@ class EmulatedDevice:
             def synchronize(self) -> None:
                 begin = now()
                 sleep_until(self.at)
-                device.wait.add(begin, device.free_at)
+                device.waited(begin)
 
             def wait(self, stream: Any = None) -> None:
                 pass

@@ -160,7 +160,7 @@ def _follow(device: EmulatedDevice, stock: bool) -> None:
     def receives(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         begin = time.monotonic()
         tensors, event = original(scheduler, *args, **kwargs)
-        device.wait.add(begin, device.free_at)
+        device.waited(begin)
         device.latest = tensors.get(READY_KEY, 0.0)
         return tensors, event
 
@@ -186,7 +186,7 @@ def _follow(device: EmulatedDevice, stock: bool) -> None:
     def waits(original: Callable[..., Any], loop: Any) -> None:
         begin = time.monotonic()
         original(loop)
-        device.wait.add(begin, device.free_at)
+        device.waited(begin)
 
     if stock:
         wrap(Scheduler, "_pp_prepare_tensor_dict", sends_outputs)

@@ -86,14 +86,15 @@ def _session(record: dict[str, Any], vocab_size: int) -> Session:
         tokens: list[int] = []
         for block in ids:
             scope = "shared" if block < shared else record["id"]
-            tokens += _block_tokens(f"{scope}/{block}", size, vocab_size)
+            tokens += block_tokens(f"{scope}/{block}", size, vocab_size)
         # The previous prompt's last block may be partial, and then it is complete here.
         kept = min(keep * size, len(turns[-1].prompt)) if turns else 0
         turns.append(Turn(tuple(tokens[:length]), kept, output))
     return Session(record["id"], tuple(turns))
 
 
-def _block_tokens(name: str, size: int, vocab_size: int) -> list[int]:
+def block_tokens(name: str, size: int, vocab_size: int) -> list[int]:
+    """The token ids that a block of this name stands for, in [LOWEST_ID, vocab_size)."""
     raw = hashlib.shake_128(name.encode()).digest(4 * size)
     values = np.frombuffer(raw, "<u4") % (vocab_size - LOWEST_ID) + LOWEST_ID
     return [int(v) for v in values]

@@ -153,7 +153,7 @@ def test_the_loops_waiting_counts_from_when_the_device_is_idle(
     device = EmulatedDevice(Emulation(profile=profile, trace=str(tmp_path)), 0, 2)
     device.launch(["a"], [(0, 100)], True, 0.0)
     clock.at = device.free_at + 0.5
-    device.wait.add(begin=100.0, idle_from=device.free_at)
+    device.waited(begin=100.0)
     device.launch(["b"], [(0, 100)], True, 0.0)
     assert [round(line["blocked"], 6) for line in lines(tmp_path, 0)] == [0.0, 0.5]
 
