@@ -260,9 +260,8 @@ class PipelineServer:
         self._clock.at(passage.done + self.options.message_s, partial(self._done, wave, rows, passage.took))
 
     def _done(self, wave: int, rows: list[tuple[int, int, bool]], took: tuple[float, ...]) -> None:
-        if self._learns:
-            for stage, seconds in enumerate(took):
-                self.sequencer.took(stage, wave, round(seconds * 1e6))
+        for stage, seconds in enumerate(took if self._learns else took[:1]):
+            self.sequencer.took(stage, wave, round(seconds * 1e6))
         group = self.sequencer.join_group(wave)
         finished = []
         for seq, computed, complete in rows:

@@ -91,6 +91,12 @@ class Observations:
         """The mean load of the waves in the window."""
         return Load(*self._rows[: min(self.count, _WINDOW), 1:5].mean(axis=0).tolist())
 
+    @property
+    def tokens(self) -> tuple[float, float]:
+        """The fewest and the most tokens of a wave in the window."""
+        found = self._rows[: min(self.count, _WINDOW), 1]
+        return float(found.min()), float(found.max())
+
     def _fit(self) -> None:
         rows = self._rows[: min(self.count, _WINDOW)]
         relative = rows[:, :5] / rows[:, 5:]

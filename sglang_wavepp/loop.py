@@ -70,7 +70,7 @@ class StageLoop:
         self.log = DecisionLog(stage.rank, stage.recorder())
         self.executor = Executor(stage.scheduler, stage.member, stage.stages)
         self.progress = Progress()
-        learns = stage.config.planner == "timed"
+        learns = stage.rank == 0 or stage.config.planner == "timed"
         self._timer = WaveTimer(self.s.device_module, self.s.forward_stream) if learns else None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sends: deque[tuple[int, list[Any]]] = deque()
@@ -132,7 +132,7 @@ class StageLoop:
             self._timer.start()
         result = e.launch(d.wave, batch, proxy)
         if self._timer is not None:
-            self._timer.stop(d.wave, isinstance(d, Prefill))
+            self._timer.stop(d.wave, self.stage.rank == 0 or isinstance(d, Prefill))
             if times := self._timer.take():
                 self._took(times)
         if self.stage.rank < self.stage.stages - 1:
@@ -143,7 +143,7 @@ class StageLoop:
             e.after_launch(d.wave)
 
     def _took(self, times: list[tuple[int, int]]) -> None:
-        """This stage took so long for prefill waves: (wave, microseconds)."""
+        """This stage took so long for waves: (wave, microseconds)."""
         raise NotImplementedError
 
     def _settle_sends(self, upto: int | None) -> None:
@@ -273,7 +273,7 @@ class LeaderLoop(StageLoop):
         self.stage.wave.wave_finished(self.log.position, computed, finished, freed)
 
     def took(self, stage: int, times: Iterable[tuple[int, int]]) -> None:
-        """How long a stage took for prefill waves: (wave, microseconds)."""
+        """How long a stage took for waves, stage 0 also for those of decode: (wave, microseconds)."""
         for wave, elapsed_us in times:
             self.sequencer.took(stage, wave, elapsed_us)
 

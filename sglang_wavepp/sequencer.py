@@ -10,8 +10,7 @@ It knows every committed request, what was planned for it and which waves are in
   before the next one, as long as `interval_rows` requests are decoding;
 * a planner (`mpu`) cuts the prompts of committed requests into prefill waves, first come, first served, at
   most `rows` requests a wave;
-* decode rows live in groups, one wave of a group in flight at a time; a finished prompt joins the
-  smallest group, so up to `groups` decode waves fill the pipeline;
+* decode rows live in groups, one wave of a group in flight at a time (`decode_groups`);
 * a committed request that no wave was planned for goes back to admission, once, if what another one left in
   the tree makes its reusable prefix longer;
 * a row whose escrow ends soon asks for more ahead of time. If a stage refuses, the youngest request is
@@ -23,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from sglang_wavepp.decode_groups import DecodeGroups
 from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.messages import Decision, Decode, Drop, Prefill, Span
 from sglang_wavepp.mpu import Planner
@@ -68,7 +68,7 @@ class Sequencer:
         run_ahead: unacknowledged waves at most.
         groups: decode groups, one for each stage of the pipeline.
         growth: tokens that a growth asks for.
-        rows: requests in a prefill wave at most.
+        rows: requests in a prefill wave at most; decode groups have more only if there are too few of them.
         interval: decode waves that follow a prefill wave before the next one; 0: alternate where possible.
         interval_rows: with fewer requests decoding, the interval does not count.
     """
@@ -96,11 +96,7 @@ class Sequencer:
         """Requests that go when none of their waves is in flight: "abort" or "retract"."""
         self._makes_room: tuple[int, int] | None = None
         """One that leaves only because another one, the second, has to grow."""
-        self._groups: list[list[int]] = [[] for _ in range(groups)]
-        self._busy: set[int] = set()
-        """Groups with a wave in flight."""
-        self._latest = [-1] * groups
-        """The latest wave of each group."""
+        self._groups = DecodeGroups(groups, rows)
         self._waves: dict[int, tuple[int, list[tuple[int, bool]]]] = {}
         """wave -> (group or -1, rows as (seq, is the prompt complete with it))."""
         self._loads: dict[int, Load] = {}
@@ -173,30 +169,30 @@ class Sequencer:
             self.drop(seq, retract=True)
 
     def took(self, stage: int, wave: int, elapsed_us: int) -> None:
-        """A stage says how long it took for a wave; of a decode wave, or an old one, nothing is learned.
-
-        Nor is it where no time was measured.
-        """
+        """A stage says how long it took for a wave; of an old one, or where no time was measured, nothing is
+        learned, and of decode waves only from stage 0."""
         load = self._loads.get(wave)
         if load is not None and elapsed_us > 0:
             self._planner.observe(stage, load, elapsed_us)
+        elif stage == 0 and elapsed_us > 0:
+            self._groups.took(wave, elapsed_us)
 
     def join_group(self, wave: int) -> int:
-        """The group that the rows of `wave` go on in: their own, or the smallest one after prefill.
+        """The group that the rows of `wave` go on in: their own, or the one they join after prefill.
 
         Raises `ProtocolError` if the wave is not in flight.
         """
         if wave not in self._waves:
             raise ProtocolError(f"wave {wave} was acknowledged, but it is not in flight")
-        group, _ = self._waves[wave]
+        group, rows = self._waves[wave]
         if group >= 0:
             return group
-        return min(range(len(self._groups)), key=lambda g: len(self._groups[g]))
+        return self._groups.choose(sum(complete for _, complete in rows), bool(self._unplanned))
 
     def output(self, wave: int, group: int, finished: Iterable[int]) -> None:
         """The last stage acknowledged `wave`; `finished` requests ended with it."""
         was, rows = self._waves.pop(wave)
-        self._busy.discard(was)
+        self._groups.output(was)
         ended = set(finished)
         for seq, complete in rows:
             request = self._live[seq]
@@ -205,7 +201,7 @@ class Sequencer:
                 self._remove(request)
             elif complete and not request.decoding:
                 request.group = group
-                self._groups[group].append(seq)
+                self._groups.join(group, seq)
 
     # --- output ------------------------------------------------------------------------------
 
@@ -217,7 +213,7 @@ class Sequencer:
             return drop
         if self.paused or len(self._waves) >= self._run_ahead:
             return None
-        if self._owed and sum(map(len, self._groups)) < max(1, self._interval_rows):
+        if self._owed and len(self._groups) < max(1, self._interval_rows):
             self._owed = 0
         kinds = (self._decode, self._prefill) if self._last_was_prefill else (self._prefill, self._decode)
         for kind in (self._decode,) if self._owed else kinds:
@@ -292,21 +288,22 @@ class Sequencer:
 
     def _decode(self, digest: int) -> Decode | None:
         ready = [
-            group
-            for group, seqs in enumerate(self._groups)
-            if seqs and group not in self._busy and all([self._has_room(self._live[s]) for s in seqs])
+            (group, list(seqs))
+            for group, seqs in self._groups.ready()
+            if all([self._has_room(self._live[s]) for s in seqs])
         ]
         if not ready:
             return None
-        group = min(ready, key=lambda g: self._latest[g])
-        seqs = list(self._groups[group])
+        group, seqs = ready[0]
+        context = 0
         for seq in seqs:
             request = self._live[seq]
             request.length += 1
             request.in_flight += 1
-        self._busy.add(group)
-        self._latest[group] = self._issue(group, [(seq, True) for seq in seqs])
-        return Decode(self._latest[group], digest, group, seqs)
+            context += request.length
+        wave = self._issue(group, [(seq, True) for seq in seqs])
+        self._groups.issued(group, wave, context)
+        return Decode(wave, digest, group, seqs)
 
     def _has_room(self, request: Live) -> bool:
         """Ask for more escrow ahead of time. False if the next token has no room yet."""
@@ -333,4 +330,4 @@ class Sequencer:
         if self._makes_room and self._makes_room[0] == seq:
             self._makes_room = None
         if request.decoding:
-            self._groups[request.group].remove(seq)
+            self._groups.leave(request.group, seq)

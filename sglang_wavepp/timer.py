@@ -1,4 +1,4 @@
-"""How long a stage takes for its waves, for a planner that learns from it.
+"""How long a stage takes for its waves, for a planner and decode groups that learn from it.
 
 A wave counts from when its input is there and the wave before it is through, so neither waiting nor what was
 launched ahead is part of it. Devices measure with events. A device without timed events (the CPU) works
@@ -23,7 +23,7 @@ class WaveTimer:
     def __init__(self, device: Any, stream: Any) -> None:
         self._device, self._stream = device, stream
         self._pending: deque[tuple[int, Any, Any, Any]] = deque()
-        """Prefill waves as (wave, start, end of the wave before, end)."""
+        """Waves that count as (wave, start, end of the wave before, end)."""
         self._ready: list[tuple[int, int]] = []
         self._start: Any = None
         self._end: Any = None
@@ -53,7 +53,7 @@ class WaveTimer:
             self._pending.append((wave, self._start, before, self._end))
 
     def take(self) -> list[tuple[int, int]]:
-        """Prefill waves that are through and were not taken yet: (wave, microseconds)."""
+        """Waves that are through and were not taken yet: (wave, microseconds)."""
         while self._pending and self._pending[0][3].query():
             wave, start, before, end = self._pending.popleft()
             took = start.elapsed_time(end)
