@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks import report, retention
 from benchmarks.cells import QUICK, WORKLOADS, Cell, parse_cells
 from benchmarks.load import LoadError
-from benchmarks.measure import Bench, Setting, folder, summary
+from benchmarks.measure import Bench, Setting, folder
 from benchmarks.systems import ALL, DEFAULT, System, system
 from sglang_wavepp.errors import WavePPError
 from sglang_wavepp.launch.demo import signals_raise
@@ -135,26 +135,6 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def retained(bench: Bench, rate: float, requests: int) -> dict[str, Any]:
-    """One rate of the retention test."""
-    seeds, measured = retention.offered(rate, requests, bench.setting.dilation)
-    bench.flush()
-    bench.seed(seeds)
-    observed = bench.load([[request] for request in measured], len(measured), longest=measured[-1].at)
-    waves = bench.waves({request.rid for request in measured})
-    return {**summary(bench.setting, observed, waves, reused=False), **retention.hits(observed.answers)}
-
-
-def retention_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What was still there."""
-    names = ("reused_of_reusable", "good_hits", "first_p50_s")
-    found = {name: report.medians(rows, name) for name in names}
-    lines = [
-        (cell, name, *(f"{found[n][name, cell]:.3f}" for n in names)) for name, cell in found["good_hits"]
-    ]
-    return report.table(("cell", "system", *names), sorted(lines))
-
-
 def grid(options: argparse.Namespace) -> str:
     """Run it; what is to be printed."""
     systems = chosen_systems(options)
@@ -162,10 +142,11 @@ def grid(options: argparse.Namespace) -> str:
         count, longest = options.requests or 48, retention.PROMPT + 1
         shared = setting(options, context=longest, pool=retention.POOL, concurrency=retention.SESSIONS)
         loads: dict[str, Measure] = {
-            f"retention-{rate:g}": partial(retained, rate=rate, requests=count) for rate in retention.RATES
+            f"retention-{rate:g}": partial(retention.measure, rate=rate, requests=count)
+            for rate in retention.RATES
         }
         raw = compared(options, shared, systems, loads)
-        return json.dumps(raw) if options.json else retention_text(raw["rows"])
+        return json.dumps(raw) if options.json else retention.text(raw["rows"])
     names = list(WORKLOADS) if options.all else options.cells or QUICK
     cells: list[Cell] = parse_cells(names, options.concurrency)
     shared = setting(

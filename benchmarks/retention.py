@@ -9,13 +9,15 @@ seeded prefix, also where it has been evicted since.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from benchmarks import report
 from benchmarks.cells import Prepared, body, tokens
 from benchmarks.load import Answer
+from benchmarks.measure import Bench, summary
 
 RATES = (0.5, 0.75, 1.0)
 SESSIONS = 16
@@ -54,3 +56,23 @@ def hits(answers: Sequence[Answer]) -> dict[str, Any]:
         "reused_of_reusable": sum(shares) / len(shares),
         "good_hits": sum(share >= GOOD for share in shares) / len(shares),
     }
+
+
+def measure(bench: Bench, rate: float, requests: int) -> dict[str, Any]:
+    """One rate of the retention test."""
+    seeds, measured = offered(rate, requests, bench.setting.dilation)
+    bench.flush()
+    bench.seed(seeds)
+    observed = bench.load([[request] for request in measured], len(measured), longest=measured[-1].at)
+    waves = bench.waves({request.rid for request in measured})
+    return {**summary(bench.setting, observed, waves, reused=False), **hits(observed.answers)}
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What was still there."""
+    names = ("reused_of_reusable", "good_hits", "first_p50_s")
+    found = {name: report.medians(rows, name) for name in names}
+    lines = [
+        (cell, name, *(f"{found[n][name, cell]:.3f}" for n in names)) for name, cell in found["good_hits"]
+    ]
+    return report.table(("cell", "system", *names), sorted(lines))

@@ -62,12 +62,12 @@ def test_long_outputs_in_a_tiny_pool(unequal: Server, stock: Server) -> None:
 
 
 def test_a_storm_of_cancellations(unequal: Server, stock: Server, unequal_decisions: Path) -> None:
-    """Two minutes of everything; three of ten requests are cancelled, at every point of their way."""
+    """A minute of everything; three of ten requests are cancelled, at every point of their way."""
     before = statistics(unequal)
     soak = Soak(unequal, sessions(stock), unequal_decisions, seed=1)
-    soak.run(120.0)
+    soak.run(60.0)
     after = statistics(unequal)
-    assert soak.counts["answers"] > 50 and soak.counts["flushed"] > 0
+    assert soak.counts["answers"] > 25 and soak.counts["flushed"] > 0
     assert soak.counts["cancelled"] > 0.3 * soak.counts["answers"]
     assert soak.counts["cold tokens"] < 0.1 * soak.counts["prompt tokens"]
     assert all(soak.cancelled_at[point] for point in ("waiting", "in its prompt", "decoding"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from simulate import BUGS, find
 
-SEEDS, TRIES = 1500, 2000
+SEEDS, TRIES = 800, 2000
 """Runs without a bug (`python -m tests.simulate` makes more of them), and at most with each bug."""
 ROOT = Path(__file__).parents[1]
 
