@@ -155,27 +155,36 @@ class TimedPlanner:
         self, seen: Sequence[Pending], share: float, work: float, most: float, time: StageTime
     ) -> float:
         """The next smaller or larger share that whole requests fill, or equal parts of the next one."""
-        first = time.span_work(seen[0].begin, seen[0].end)
+        begin, end = seen[0].begin, seen[0].end
+        first, again = time.span_work(begin, end), time.begin(begin)
         if first <= 0:
             return share
+        fewer: tuple[float, float]  # (share, waves)
+        more: tuple[float, float]
         if first > share:
-            parts = math.floor(first / share)
-            smaller, larger = first / (parts + 1), first / parts
+            finest = max(1, (end - begin) // self._limits.floor)
+            parts = int(min((first - again) / max(share - again, 1e-9), finest))
+            fewer, more = (((first - again) / n + again, work / first * n) for n in (parts, parts + 1))
         else:
             smaller = larger = first
             for p in seen[1:]:
                 if larger >= share:
                     break
-                smaller, larger = larger, larger + time.span_work(p.begin, p.end)
+                own = time.span_work(p.begin, p.end)
+                if own > share:  # it is cut anyway: its first part fills the wave
+                    return share
+                smaller, larger = larger, larger + own
             if larger < share:  # there is no more
                 return share
-        if work / smaller > most * (1 + _CRUMB) and work / larger > self._depth:
-            return larger
+            fewer, more = (larger, work / larger), (smaller, work / smaller)
+        if more[1] > most * (1 + _CRUMB) and fewer[1] > self._depth:
+            return fewer[0]
 
-        def through(share: float) -> float:
-            return (work / share + _DRAINS * (self._depth - 1)) * (share + time.wave)
+        def through(cut: tuple[float, float]) -> float:
+            share, waves = cut
+            return (waves + _DRAINS * (self._depth - 1)) * (share + time.wave)
 
-        return min(larger, smaller, key=through)
+        return min(fewer, more, key=through)[0]
 
     def _waves(self, work: float, more: float, most: float) -> float:
         """Into how many waves the work is best cut if one more costs so much, in microseconds."""
