@@ -8,6 +8,7 @@ apply the same log, so one member stands for all of them.
 from __future__ import annotations
 
 import math
+import random
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -88,6 +89,7 @@ class PipelineServer:
         self._position = 0
         self._host_free = 0.0
         self._front_free = 0.0
+        self._draw = random.Random(1)
         self._uncommitted = 0
         """Requests that wait for admission."""
         self._prompts: dict[int, Prompt] = {}
@@ -111,8 +113,10 @@ class PipelineServer:
             self._queue.extend(listed[concurrency:])
             listed = listed[:concurrency]
         first = min((r.arrival for r in listed), default=0.0)
+        at = 0.0
         for request in listed:
-            self._send(request, 0.0 if concurrency else request.arrival - first)
+            at = at + self._pause() if concurrency else request.arrival - first
+            self._clock.at(at, partial(self._send, request))
         before = 0.0
         for now in self._clock.times():
             self._bubbles.waited(max(before, self.pipeline.free), now)
@@ -123,9 +127,12 @@ class PipelineServer:
         self._bubbles.drained(seconds - self.pipeline.ends(self.pipeline.slowest))
         return Outcome(self._served, seconds, self._waves, self._bubbles.seconds, self.pipeline.busy)
 
-    def _send(self, request: Offered, at: float) -> None:
+    def _pause(self) -> float:
+        return self.options.client_s * self._draw.uniform(0.5, 1.5)
+
+    def _send(self, request: Offered) -> None:
         """A client sends a request: it arrives when the front is through with it and those before it."""
-        self._front_free = max(at, self._front_free) + self.options.front_s * request.tokens
+        self._front_free = max(self._clock.now, self._front_free) + self.options.front_s * request.tokens
         self._clock.at(self._front_free, partial(self._arrive, request))
 
     # --- admission -----------------------------------------------------------------------------
@@ -322,4 +329,4 @@ class PipelineServer:
     def _next(self) -> None:
         """One is done: who waits outside comes."""
         if self._queue:
-            self._send(self._queue.popleft(), self._clock.now)
+            self._clock.at(self._clock.now + self._pause(), partial(self._send, self._queue.popleft()))

@@ -38,6 +38,9 @@ class ServerOptions:
     """Latency of a message between the stages' admission threads."""
     front_s: float = 0.0
     """Time of the HTTP front for a token of a prompt; it takes one request after the other."""
+    client_s: float = 0.0
+    """So long a client takes to ask again, from half to one and a half times of it; the first requests of a
+    closed loop are as far apart."""
     prepare_s: float = 0.0
     """Host time of stage 0 for a wave; it overlaps with the device."""
     wave_s: float = 0.0

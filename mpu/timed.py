@@ -22,7 +22,8 @@ with the finished ones not counted in T, waves would shrink to the end, for noth
 Equal times would cut most requests, and a cut makes a wave more, or reads a prefix again. So the target is
 taken to the next share that whole requests fill, or equal parts of the next one: to the larger, if with the
 smaller there are more waves than the ring holds and with the larger still more than stages, else to the one
-with which the work is through earlier.
+with which the work is through earlier. Only where a request that has to be cut anyway comes behind smaller
+ones, its first part fills up their wave.
 
 Otherwise throughput is not traded for latency: waves become smaller only where the formula says that all work
 is through earlier, and only while fewer than R of the largest are known. Before a stage has been observed
@@ -154,12 +155,15 @@ class TimedPlanner:
     def _whole(
         self, seen: Sequence[Pending], share: float, work: float, most: float, time: StageTime
     ) -> float:
-        """The next smaller or larger share that whole requests fill, or equal parts of the next one."""
+        """The next smaller or larger share that whole requests fill, or equal parts of the next one.
+
+        Candidates are (share, waves that the work becomes).
+        """
         begin, end = seen[0].begin, seen[0].end
         first, again = time.span_work(begin, end), time.begin(begin)
         if first <= 0:
             return share
-        fewer: tuple[float, float]  # (share, waves)
+        fewer: tuple[float, float]
         more: tuple[float, float]
         if first > share:
             finest = max(1, (end - begin) // self._limits.floor)

@@ -19,7 +19,7 @@ class WavePPConfig:
     """KV promised to a request beyond its prompt at admission; it grows by as much while decoding."""
     run_ahead: int = 0
     """Waves that stage 0 may issue ahead of the last stage's acknowledgement; 0 means 2 per stage."""
-    planner: str = "static"
+    planner: str = "timed"
     """How prompts are cut into waves, by a name of `mpu.PLANNERS`."""
     wave_floor: int = 1024
     """The smallest wave that a planner makes on purpose."""

@@ -26,7 +26,7 @@ MODEL = ["--model-path", "nowhere", "--pp-size", "2"]
 OTHER: dict[str, Any] = {
     "decode_reserve": 64,
     "run_ahead": 3,
-    "planner": "timed",
+    "planner": "static",
     "wave_floor": 256,
     "pool_tokens": "4000,3000",
     "block_size": 32,
