@@ -254,6 +254,14 @@ def test_few_requests_are_spread_over_the_pipeline(planner: str) -> None:
     assert found > 1.2 * serve(requests, 8, profile)[0].throughput
 
 
+def test_clients_take_their_time_to_ask_again() -> None:
+    options = ServerOptions(stages=4, client_s=2.0)
+    outcome = PipelineServer(load_profile("laptop"), options).run([Offered(tokens=64)] * 40, 1)
+    ready = [0.0, *(s.done for s in outcome.served)]
+    pauses = [s.arrived - before for s, before in zip(outcome.served, ready, strict=False)]
+    assert 1.0 <= min(pauses) < 1.5 and 2.5 < max(pauses) <= 3.0
+
+
 # --- wavepp plan ---------------------------------------------------------------------------------
 
 

@@ -372,6 +372,32 @@ def test_a_prefix_is_not_read_twice_to_fill_up_a_wave() -> None:
     assert [end - begin for _, begin, end in spans] == [12_000, 4352]
 
 
+def test_parts_of_a_request_are_equal_although_each_reads_its_prefix() -> None:
+    time = StageTime(wave=3000, token=11.0, attention=1e-4, prefix=0.2, span=0)
+    ring = [load_of(prompts(2048, begin=36_864))] * 6
+    (first,) = taught(PP4, [time] * 4).spans(prompts(4096, begin=36_864), 8, ring)
+    assert first.end - first.begin == 2048
+    (whole,) = taught(PP4, [time._replace(wave=10_000)] * 4).spans(prompts(4096, begin=36_864), 8, ring)
+    assert whole.end - whole.begin == 4096, "with what that costs a part is not worth its wave"
+
+
+def test_what_each_wave_costs_is_told_from_what_each_request_costs_if_all_waves_have_one() -> None:
+    """Both columns are equal then. Weights are read for a wave, so joining requests is worth a try."""
+    seen, time = Observations(), StageTime(wave=20_000, token=11.0, attention=1e-4, prefix=0, span=0)
+    for tokens in (1800, 2300) * 32:
+        load = load_of([Pending(0, 36_864, 36_864 + tokens)])
+        seen.add(load, round(time.of(load)))
+    assert seen.time is not None and seen.time.wave > 5 * seen.time.span
+
+
+def test_a_small_request_before_a_large_one_does_not_leave_its_wave_empty() -> None:
+    """The large one is cut anyway: its first part goes along."""
+    ring = [load_of(prompts(8 * K))] * 15
+    small, part = taught(PP8, [TRUE] * 8).spans(prompts(1600, 16 * K, 1600, 16 * K), 8, ring)
+    assert (small.seq, part.seq) == (0, 1)
+    assert TRUE.of(load_of([small, part])) == pytest.approx(TRUE.of(ring[0]), rel=0.2)
+
+
 def test_statistics_say_what_was_learned() -> None:
     said = taught(PP4, [TRUE] * 3).statistics()
     assert said["observed"] == [128, 128, 128, 0]
