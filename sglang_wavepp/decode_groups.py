@@ -5,10 +5,11 @@ the pipeline. Each wave reads the weights, however few its rows are. As long as 
 takes, two groups decode no faster than one with the rows of both: a token takes one read on each stage either
 way. But they take twice the time that prefill could have. So while prompts wait, a group is filled up
 before the next one is begun, as far as its rows do not make its waves noticeably longer. Without prompts
-that wait the time is nobody else's, and rows are spread over all groups.
+that wait only the first few rows share a group, and there are two groups at least: while one is on the
+device, the other one is launched.
 
-How long rows take is learned from the waves of stage 0. All that counts is how many of them take as long as
-what is read for any wave, which is much the same on each stage.
+How long rows take is learned from the waves of stage 0 that followed another one closely. All that counts is
+how many of them take as long as what is read for any wave, which is much the same on each stage.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from sglang_wavepp.mpu.stage_time import Observations
 
 _LONGER = 0.03
 """By so much of what it takes anyway may rows lengthen a wave before another group is begun."""
-_FILLED = 4
-"""Rows of a group before another one is begun, as long as too little is known."""
+_FEW = 4
+"""Rows of a group before another one is begun, if no prompt waits or as long as too little is known."""
 _SPREAD = 2
 """From waves that differ less in their rows than this, times, nothing is learned about rows."""
 
@@ -44,7 +45,7 @@ class DecodeGroups:
         self._loads: dict[int, Load] = {}
         """The latest waves that stage 0 has not told the time of: their rows, and the KV that these read."""
         self._observed = Observations()
-        self.filled = min(_FILLED, rows)
+        self.filled = min(_FEW, rows)
         """Rows of a group before another one is begun."""
 
     def __len__(self) -> int:
@@ -52,10 +53,12 @@ class DecodeGroups:
         return sum(map(len, self._members))
 
     def choose(self, rows: int, prompts_wait: bool) -> int:
-        """The group that finished prompts join, so many: the smallest, or the fullest with room."""
+        """The group that finished prompts join, so many: the fullest with room, or the smallest."""
         sizes = [len(seqs) for seqs in self._members]
-        fit = [g for g, size in enumerate(sizes) if size and size + rows <= self.filled]
-        if prompts_wait and fit:
+        used = sum(map(bool, sizes))
+        most = self.filled if prompts_wait else min(_FEW, self.filled) if used > 1 else 0
+        fit = [g for g, size in enumerate(sizes) if size and size + rows <= most]
+        if fit:
             return max(fit, key=lambda g: sizes[g])
         return min(range(len(sizes)), key=lambda g: sizes[g])
 
@@ -94,7 +97,7 @@ class DecodeGroups:
     def _fill(self) -> int:
         time, mean, rows = self._observed.time, self._observed.mean, self._observed.tokens
         if time is None or rows[1] < _SPREAD * rows[0]:
-            return min(_FILLED, self._rows)
+            return min(_FEW, self._rows)
         row = time.token + time.attention * mean.attention / mean.tokens
         most = _LONGER * time.wave / row if row > 0 else float(self._rows)
         return max(1, min(int(most), self._rows))

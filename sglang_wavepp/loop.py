@@ -132,7 +132,8 @@ class StageLoop:
             self._timer.start()
         result = e.launch(d.wave, batch, proxy)
         if self._timer is not None:
-            self._timer.stop(d.wave, self.stage.rank == 0 or isinstance(d, Prefill))
+            prefill = isinstance(d, Prefill)
+            self._timer.stop(d.wave, prefill or self.stage.rank == 0, behind_nothing=prefill)
             if times := self._timer.take():
                 self._took(times)
         if self.stage.rank < self.stage.stages - 1:

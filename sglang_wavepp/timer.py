@@ -7,6 +7,7 @@ while the launch lasts, and the host's clock says the same.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import Any
@@ -22,8 +23,8 @@ class WaveTimer:
 
     def __init__(self, device: Any, stream: Any) -> None:
         self._device, self._stream = device, stream
-        self._pending: deque[tuple[int, Any, Any, Any]] = deque()
-        """Waves that count as (wave, start, end of the wave before, end)."""
+        self._pending: deque[tuple[int, bool, Any, Any, Any]] = deque()
+        """Waves that count as (wave, also behind nothing, start, end of the wave before, end)."""
         self._ready: list[tuple[int, int]] = []
         self._start: Any = None
         self._end: Any = None
@@ -41,8 +42,12 @@ class WaveTimer:
         else:
             self._start = time.perf_counter()
 
-    def stop(self, wave: int, counts: bool) -> None:
-        """It was launched. Without `counts` only what follows it is measured."""
+    def stop(self, wave: int, counts: bool, behind_nothing: bool = True) -> None:
+        """It was launched. Without `counts` only what follows it is measured.
+
+        A wave for which the device was idle also takes what the host needs to launch it. Without
+        `behind_nothing` it does not count then, where events tell.
+        """
         if not self._events:
             if counts:
                 self._ready.append((wave, round((time.perf_counter() - self._start) * 1e6)))
@@ -50,15 +55,15 @@ class WaveTimer:
         before, self._end = self._end, self._device.Event(enable_timing=True)
         self._end.record(self._stream)
         if counts:
-            self._pending.append((wave, self._start, before, self._end))
+            self._pending.append((wave, behind_nothing, self._start, before, self._end))
 
     def take(self) -> list[tuple[int, int]]:
         """Waves that are through and were not taken yet: (wave, microseconds)."""
-        while self._pending and self._pending[0][3].query():
-            wave, start, before, end = self._pending.popleft()
+        while self._pending and self._pending[0][4].query():
+            wave, behind_nothing, start, before, end = self._pending.popleft()
             took = start.elapsed_time(end)
-            if before is not None:
-                took = min(took, before.elapsed_time(end))
-            self._ready.append((wave, round(took * 1e3)))
+            since = math.inf if before is None else before.elapsed_time(end)
+            if behind_nothing or since <= took:
+                self._ready.append((wave, round(min(took, since) * 1e3)))
         taken, self._ready = self._ready, []
         return taken

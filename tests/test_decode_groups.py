@@ -39,13 +39,21 @@ def learned(wave: float, row: float, token: float, sizes: Sequence[int], context
     return groups
 
 
-def test_rows_are_spread_if_no_prompt_waits_and_else_fill_the_fullest_group_with_room() -> None:
+def test_finished_prompts_fill_the_fullest_group_with_room() -> None:
     groups = filled([1, 3, 2, 0])
     assert groups.filled == 4
-    assert groups.choose(1, prompts_wait=False) == 3
     assert groups.choose(1, prompts_wait=True) == 1
     assert groups.choose(2, prompts_wait=True) == 2
     assert groups.choose(4, prompts_wait=True) == 3  # none of the others has room: a new one
+
+
+def test_without_prompts_that_wait_there_are_two_groups_and_more_beyond_a_few_rows() -> None:
+    assert filled([2, 0, 0]).choose(1, prompts_wait=True) == 0
+    assert filled([2, 0, 0]).choose(1, prompts_wait=False) == 1
+    assert filled([2, 1, 0]).choose(1, prompts_wait=False) == 0
+    groups = filled([5, 4, 0])
+    groups.filled = 12
+    assert [groups.choose(1, wait) for wait in (True, False)] == [0, 2]
 
 
 def test_groups_beyond_what_fills_them_grow_evenly() -> None:
