@@ -51,6 +51,19 @@ def test_device_events_leave_waiting_out() -> None:
     assert timer.take() == [(6, 1000)] and timer.take() == []
 
 
+def test_what_an_idle_device_took_may_be_left_out() -> None:
+    timer = WaveTimer(DEVICE, "forward")
+    Event.made.clear()
+    for wave in (1, 2, 3):
+        timer.start()
+        timer.stop(wave, True, behind_nothing=False)
+    first, end1, second, end2, third, end3 = Event.made
+    first.at, end1.at = 0.0, 9.0
+    second.at, end2.at = 5.0, 16.0
+    third.at, end3.at = 20.0, 29.0
+    assert timer.take() == [(2, 7000)]
+
+
 def test_a_device_without_timed_events_is_measured_by_the_host() -> None:
     timer = WaveTimer(torch.cpu, None)
     for wave, counts in ((1, True), (2, False)):
