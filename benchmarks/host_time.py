@@ -135,7 +135,7 @@ def measure(wavepp: bool, args: argparse.Namespace, folder: Path) -> list[dict[s
         wavepp=wavepp,
         flags=[
             *("--wavepp-emulate", "kimi-k3-gb300", "--wavepp-emulate-dilation", "0.01"),
-            *([] if wavepp else ["--sleep-on-idle"]),
+            *(["--wavepp-planner", "static"] if wavepp else ["--sleep-on-idle"]),
         ],
         env=env,
         max_total_tokens=(args.requests + 2) * args.tokens * 2,

@@ -27,7 +27,8 @@ _OUTLIER = 4.0
 """Residuals beyond so many times the median one are left out: a stage was interrupted."""
 _RIDGE = np.array([1e-4, 1e-6, 1e-6, 1e-4, 1e-3])
 """Relative; decides where the observations do not. If all waves were alike, what they took is put down to
-their tokens rather than to the wave: then smaller waves are tried, and tell."""
+their tokens rather than to the wave: then smaller waves are tried, and tell. If all had one span, it is put
+down to the wave rather than to the span: then larger ones are."""
 
 
 class StageTime(NamedTuple):

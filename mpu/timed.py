@@ -163,12 +163,21 @@ class TimedPlanner:
         first, again = time.span_work(begin, end), time.begin(begin)
         if first <= 0:
             return share
-        fewer: tuple[float, float]
-        more: tuple[float, float]
+
+        def through(cut: tuple[float, float]) -> float:
+            share, waves = cut
+            return (waves + _DRAINS * (self._depth - 1)) * (share + time.wave)
+
+        def parts(n: int) -> tuple[float, float]:
+            return (first - again) / n + again, work / first * n
+
         if first > share:
-            finest = max(1, (end - begin) // self._limits.floor)
-            parts = int(min((first - again) / max(share - again, 1e-9), finest))
-            fewer, more = (((first - again) / n + again, work / first * n) for n in (parts, parts + 1))
+            n = max(1, (end - begin) // self._limits.floor)
+            if share > again:
+                n = max(1, min(n, int((first - again) / (share - again))))
+            while n > 1 and through(parts(n - 1)) < through(parts(n)):
+                n -= 1
+            fewer, more = parts(n), parts(n + 1)
         else:
             smaller = larger = first
             for p in seen[1:]:
@@ -183,10 +192,6 @@ class TimedPlanner:
             fewer, more = (larger, work / larger), (smaller, work / smaller)
         if more[1] > most * (1 + _CRUMB) and fewer[1] > self._depth:
             return fewer[0]
-
-        def through(cut: tuple[float, float]) -> float:
-            share, waves = cut
-            return (waves + _DRAINS * (self._depth - 1)) * (share + time.wave)
 
         return min(fewer, more, key=through)[0]
 

@@ -24,7 +24,8 @@ _LONGER = 0.03
 _FEW = 4
 """Rows of a group before another one is begun, if no prompt waits or as long as too little is known."""
 _SPREAD = 2
-"""From waves that differ less in their rows than this, times, nothing is learned about rows."""
+"""From waves that differ less in their rows than this, times, nothing is learned about rows. What is learned
+does not count beyond as many times the most rows that were seen."""
 
 
 class DecodeGroups:
@@ -32,7 +33,7 @@ class DecodeGroups:
 
     Args:
         count: groups at most, one for each stage.
-        rows: no group is filled up beyond this while there is another one.
+        rows: no group is filled up beyond this while there is another one; with 1 rows are spread over all.
     """
 
     def __init__(self, count: int, rows: int) -> None:
@@ -97,7 +98,7 @@ class DecodeGroups:
     def _fill(self) -> int:
         time, mean, rows = self._observed.time, self._observed.mean, self._observed.tokens
         if time is None or rows[1] < _SPREAD * rows[0]:
-            return min(_FEW, self._rows)
+            return max(self.filled, min(_FEW, self._rows))  # and larger groups will tell
         row = time.token + time.attention * mean.attention / mean.tokens
-        most = _LONGER * time.wave / row if row > 0 else float(self._rows)
-        return max(1, min(int(most), self._rows))
+        most = min(_SPREAD * rows[1], self._rows)
+        return max(1, int(min(_LONGER * time.wave / row, most) if row > 0 else most))

@@ -96,7 +96,8 @@ class Sequencer:
         """Requests that go when none of their waves is in flight: "abort" or "retract"."""
         self._makes_room: tuple[int, int] | None = None
         """One that leaves only because another one, the second, has to grow."""
-        self._groups = DecodeGroups(groups, rows)
+        # Decode waves that a prefill wave has to wait for are over soonest in as many groups as there are.
+        self._groups = DecodeGroups(groups, 1 if interval else rows)
         self._waves: dict[int, tuple[int, list[tuple[int, bool]]]] = {}
         """wave -> (group or -1, rows as (seq, is the prompt complete with it))."""
         self._loads: dict[int, Load] = {}

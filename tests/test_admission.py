@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster
 
 from sglang_wavepp.leader import Leader, Limits
-from sglang_wavepp.messages import Held, HeldItem, Hint, HintItem, HintQuery, Hold, Prefill
+from sglang_wavepp.messages import Decode, Held, HeldItem, Hint, HintItem, HintQuery, Hold, Prefill
 
 
 def _rest(cluster: Cluster, after: int = 0, then: Callable[[], None] | None = None) -> None:
@@ -116,6 +116,16 @@ def test_decode_waves_between_prefill_waves(interval: int) -> None:
         assert set(between[1:]) == {interval}
     else:
         assert max(between) == 1
+
+
+def test_decode_waves_that_prompts_wait_for_are_under_way_at_the_same_time() -> None:
+    cluster = Cluster(3, stages=4, pools=[3000] * 4, budget=BUDGET, interval=4)
+    for request in range(4):
+        cluster.submit(request, (request, 1, 2), 60)
+    cluster.submit(4, tuple(range(100, 100 + 12 * BUDGET)), 1)
+    _rest(cluster)
+    groups = [d.group for d in cluster.waves if isinstance(d, Decode)]
+    assert set(groups) == {0, 1, 2, 3}
 
 
 def test_stages_that_lack_room_for_different_requests_are_left_alone() -> None:

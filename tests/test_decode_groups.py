@@ -61,17 +61,36 @@ def test_groups_beyond_what_fills_them_grow_evenly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "token", "most"), [(50, 0.0, 12), (0, 0.05, 12), (10_000, 0.0, 1), (0, 0.0, 64)]
+    ("row", "token", "most"), [(70, 0.0, 8), (0, 0.07, 8), (10_000, 0.0, 1), (0, 0.0, 12), (30, 0.0, 12)]
 )
 def test_it_learns_how_many_rows_make_a_wave_longer_by_three_percent(
     row: float, token: float, most: int
 ) -> None:
+    """Up to twice the rows of the largest wave, of six."""
     groups = learned(20_000, row, token, [1 + n % 6 for n in range(64)])
     assert groups.filled == pytest.approx(most, abs=1)
 
 
+@given(st.lists(st.tuples(st.integers(1, 6), st.floats(0.8, 1.2)), min_size=64, max_size=128))
+@settings(max_examples=30, deadline=None)
+def test_noise_does_not_make_groups_larger_than_was_tried(waves: list[tuple[int, float]]) -> None:
+    groups = filled([6])
+    for number, (rows, noise) in enumerate(waves):
+        while len(groups) > rows:
+            groups.leave(0, len(groups) - 1)
+        while len(groups) < rows:
+            groups.join(0, len(groups))
+        groups.issued(0, number, rows * 1000)
+        groups.took(number, round(20_000 * noise))
+        groups.output(0)
+    assert 1 <= groups.filled <= 2 * max(4, *(rows for rows, _ in waves))
+
+
 def test_nothing_is_learned_from_waves_that_are_all_alike_or_long_past() -> None:
     assert learned(20_000, 50, 0.0, [3] * 64).filled == 4
+    sizes = [1 + n % 6 for n in range(64)]
+    assert learned(20_000, 70, 0.0, sizes + [3] * 400).filled == pytest.approx(8, abs=1)
+    assert learned(20_000, 10_000, 0.0, sizes + [1] * 400).filled == 4, "larger groups have to be tried again"
     groups = filled([1])
     for number in range(64):
         groups.issued(0, number, 100)

@@ -381,6 +381,34 @@ def test_parts_of_a_request_are_equal_although_each_reads_its_prefix() -> None:
     assert whole.end - whole.begin == 4096, "with what that costs a part is not worth its wave"
 
 
+@given(
+    costs=st.tuples(*[st.just(0.0) | st.floats(1e-6, high) for high in (5e4, 20.0, 1e-3, 1.0, 1e4)]),
+    work=st.lists(
+        st.tuples(st.integers(0, 300_000), st.integers(1, 20_000)).map(lambda x: (x[0] // 64 * 64, x[1])),
+        min_size=1,
+        max_size=6,
+    ),
+    ring=st.lists(st.integers(1, 16_384), max_size=16),
+)
+def test_whatever_was_learned_all_is_planned(
+    costs: tuple[float, ...], work: list[tuple[int, int]], ring: list[int]
+) -> None:
+    """Waves of few tokens behind long prefixes teach that tokens cost nothing."""
+    left = [Pending(seq, begin, begin + new) for seq, (begin, new) in enumerate(work)]
+    planner = taught(PP8, [StageTime(*costs)] * 8)
+    planner.spans(left, 64, [load_of(prompts(tokens)) for tokens in ring])
+    waves = waves_of(planner, left)
+    assert sum(wave.tokens for wave in waves) == sum(new for _, new in work)
+    assert all(wave.tokens <= PP8.budget for wave in waves)
+
+
+def test_a_long_prefix_is_not_read_again_for_every_few_tokens() -> None:
+    """That costs 40 ms each time: two or three parts of 8K tokens, not eight of the floor."""
+    dear = StageTime(wave=3000, token=11.0, attention=1e-5, prefix=0.2, span=0)
+    (first,) = taught(PP8, [dear] * 8).spans(prompts(8 * K, begin=200_000), 8, [load_of(prompts(2048))] * 8)
+    assert first.end - first.begin >= 2 * K
+
+
 def test_what_each_wave_costs_is_told_from_what_each_request_costs_if_all_waves_have_one() -> None:
     """Both columns are equal then. Weights are read for a wave, so joining requests is worth a try."""
     seen, time = Observations(), StageTime(wave=20_000, token=11.0, attention=1e-4, prefix=0, span=0)
