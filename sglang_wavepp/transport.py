@@ -44,6 +44,8 @@ Sockets = Mapping[str, zmq.Socket[bytes]]
 _PREFIX = "wavepp-sockets-"
 _STALE_S = 60.0
 """A directory younger than this is let be: its server may be about to lock it."""
+_PATIENCE_S = 10.0
+"""Another server that starts holds the lock for as long as it takes to see that the directory is new."""
 _DOMAIN = "wavepp"
 
 
@@ -84,7 +86,7 @@ class IpcLeader:
         self._lock = contextlib.ExitStack()
         try:
             self.directory.mkdir(mode=0o700)
-            self._lock.enter_context(_locked(self.directory))
+            self._lock.enter_context(_locked(self.directory, _PATIENCE_S))
         except OSError as error:
             raise HandshakeError(f"cannot make the socket directory {self.where}: {error.strerror}") from None
 
@@ -128,11 +130,22 @@ class IpcMember:
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[os.stat_result]:
-    """Lock a directory, and tell about it. Raises `OSError` if it is no directory, or locked already."""
+def _locked(directory: Path, patience: float = 0.0) -> Iterator[os.stat_result]:
+    """Lock a directory, and tell about it.
+
+    Raises `OSError` if it is no directory, or is still locked after so many seconds.
+    """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    deadline = time.monotonic() + patience
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
         yield os.fstat(handle)
     finally:
         os.close(handle)

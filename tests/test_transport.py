@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import stat
@@ -119,6 +120,23 @@ def test_racing_starts_leave_each_other_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == {f"new-{i}" for i in range(40)}
     for wire in wires:
         wire.seal()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_start_waits_until_another_one_has_looked_at_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def seen_at_once(directory: Path, mode: int) -> None:
+        mkdir(directory, mode)
+        handle = os.open(directory, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        threading.Timer(0.1, os.close, [handle]).start()
+
+    monkeypatch.setattr(Path, "mkdir", seen_at_once)
+    wire = IpcLeader(str(tmp_path), "new")
+    wire.seal()
     assert not list(tmp_path.iterdir())
 
 
