@@ -170,12 +170,16 @@ class Sequencer:
             self.drop(seq, retract=True)
 
     def took(self, stage: int, wave: int, elapsed_us: int) -> None:
-        """A stage says how long it took for a wave; of an old one, or where no time was measured, nothing is
-        learned, and of decode waves only from stage 0."""
+        """A stage says how long it took for a wave; of decode waves only what stage 0 says counts.
+
+        Of an old wave, or where no time was measured, nothing is learned.
+        """
+        if elapsed_us <= 0:
+            return
         load = self._loads.get(wave)
-        if load is not None and elapsed_us > 0:
+        if load is not None:
             self._planner.observe(stage, load, elapsed_us)
-        elif stage == 0 and elapsed_us > 0:
+        elif stage == 0:
             self._groups.took(wave, elapsed_us)
 
     def join_group(self, wave: int) -> int:

@@ -29,14 +29,19 @@ def learned(wave: float, row: float, token: float, sizes: Sequence[int], context
     """One group that has had waves of these sizes, which took what the arguments say, in microseconds."""
     groups = DecodeGroups(1, 64)
     for number, size in enumerate(sizes):
-        while len(groups) < size:
-            groups.join(0, len(groups))
-        while len(groups) > size:
-            groups.leave(0, len(groups) - 1)
-        groups.issued(0, number, size * context)
-        groups.took(number, round(wave + size * (row + token * context)))
-        groups.output(0)
+        run(groups, number, size, size * context, wave + size * (row + token * context))
     return groups
+
+
+def run(groups: DecodeGroups, wave: int, size: int, context: int, took: float) -> None:
+    """A wave of the only group, of this size from then on."""
+    while len(groups) < size:
+        groups.join(0, len(groups))
+    while len(groups) > size:
+        groups.leave(0, len(groups) - 1)
+    groups.issued(0, wave, context)
+    groups.took(wave, round(took))
+    groups.output(0)
 
 
 def test_finished_prompts_fill_the_fullest_group_with_room() -> None:
@@ -76,13 +81,7 @@ def test_it_learns_how_many_rows_make_a_wave_longer_by_three_percent(
 def test_noise_does_not_make_groups_larger_than_was_tried(waves: list[tuple[int, float]]) -> None:
     groups = filled([6])
     for number, (rows, noise) in enumerate(waves):
-        while len(groups) > rows:
-            groups.leave(0, len(groups) - 1)
-        while len(groups) < rows:
-            groups.join(0, len(groups))
-        groups.issued(0, number, rows * 1000)
-        groups.took(number, round(20_000 * noise))
-        groups.output(0)
+        run(groups, number, rows, rows * 1000, 20_000 * noise)
     assert 1 <= groups.filled <= 2 * max(4, *(rows for rows, _ in waves))
 
 
@@ -144,14 +143,14 @@ def test_where_decode_only_reads_weights_prefill_gets_the_time_of_the_waves_that
     )
     offered = [Offered(tokens=4000 + n % 7, output=8) for n in range(256)]
 
-    def run() -> tuple[float, float]:
+    def served() -> tuple[float, float]:
         server = PipelineServer(profile, ServerOptions(stages=4, budget=4096, page=1, floor=64))
         outcome = server.run(offered, concurrency=64)
         assert all(s.produced == 8 for s in outcome.served)
         return outcome.seconds, max(outcome.busy)
 
-    seconds, busy = run()
+    seconds, busy = served()
     choose = DecodeGroups.choose
     monkeypatch.setattr(DecodeGroups, "choose", lambda groups, rows, _: choose(groups, rows, False))
-    spread_seconds, spread_busy = run()
+    spread_seconds, spread_busy = served()
     assert seconds < 0.9 * spread_seconds and busy < 0.9 * spread_busy
