@@ -28,6 +28,14 @@ def medians(rows: Iterable[Row], what: str) -> dict[tuple[str, str], float]:
     return {key: statistics.median(values) for key, values in found.items()}
 
 
+def _waited(rows: Iterable[Row], cause: str) -> dict[tuple[str, str], float]:
+    return medians([{**row, cause: _busiest(row)[1][cause]} for row in valid(rows)], cause)
+
+
+def _busiest(row: Row) -> tuple[int, Mapping[str, Any]]:
+    return max(enumerate(row["stages"]), key=lambda item: item[1]["busy"])
+
+
 def spread(rows: Iterable[Row], system: str, cell: str) -> float | None:
     """Largest over smallest throughput of the rounds, minus 1; None with less than two that count."""
     values = [row["input_tokens_s"] for row in valid(rows) if (row["system"], row["cell"]) == (system, cell)]
@@ -55,9 +63,11 @@ def compare(rows: Sequence[Row]) -> dict[str, Any]:
     """Each cell's systems beside stock.
 
     The bound of a cell is 1 / (share of the time for which the bottleneck stage of the best stock system was
-    busy): with as much device time, nobody can be faster.
+    busy): with as much device time, nobody can be faster. What a system is short of it, shares of its time,
+    is how long its busiest stage waited, and device time that its waves took beyond stock's.
     """
     speed, busy = medians(rows, "input_tokens_s"), medians(rows, "busy")
+    waited = {cause: _waited(rows, cause) for cause in CAUSES[1:]}
     cells = list(dict.fromkeys(row["cell"] for row in rows))
     systems = list(dict.fromkeys(row["system"] for row in rows))
     stock = [name for name in systems if name.startswith("stock")]
@@ -73,6 +83,7 @@ def compare(rows: Sequence[Row]) -> dict[str, Any]:
                 continue
             own = speed[name, cell]
             ratio = own / speed[best, cell] if best else None
+            of_bound = ratio / bound if ratio and bound else None
             table.append(
                 {
                     "cell": cell,
@@ -82,7 +93,12 @@ def compare(rows: Sequence[Row]) -> dict[str, Any]:
                     "over_best_stock": ratio,
                     "over_single_stock": own / speed[single, cell] if (single, cell) in speed else None,
                     "bound": bound,
-                    "of_bound": ratio / bound if ratio and bound else None,
+                    "of_bound": of_bound,
+                    "short": of_bound
+                    and {
+                        "device": busy[name, cell] - of_bound,
+                        **{cause: waited[cause][name, cell] for cause in waited},
+                    },
                     "spread": spread(rows, name, cell),
                 }
             )
@@ -104,6 +120,7 @@ def text(rows: Sequence[Row]) -> str:
     found = compare(rows)
     parts = [
         _throughput(found),
+        _short(found),
         _latency(rows),
         _bubbles(rows),
         _host(rows),
@@ -159,6 +176,18 @@ def _throughput(found: Mapping[str, Any]) -> str:
     return "\n".join([table(head, lines), *notes])
 
 
+def _short(found: Mapping[str, Any]) -> str:
+    lines = [
+        (row["cell"], row["system"], *(f"{share:.1%}" for share in (row["of_bound"], *row["short"].values())))
+        for row in found["cells"]
+        if row["short"] and row["system"] in found["geomean"]
+    ]
+    if not lines:
+        return ""
+    head = ("cell", "system", "of the bound", "device time", *(NAMES.get(c, c) for c in CAUSES[1:]))
+    return "What is missing to the bound: shares of the time that sum to it\n" + table(head, lines)
+
+
 def _latency(rows: Sequence[Row]) -> str:
     names = {
         "first_p50_s": "prefill p50 s",
@@ -181,7 +210,7 @@ def _order(rows: Sequence[Row], cell: str) -> int:
 def _bubbles(rows: Sequence[Row]) -> str:
     lines = []
     for row in valid(rows):
-        number, stage = max(enumerate(row["stages"]), key=lambda item: item[1]["busy"])
+        number, _ = _busiest(row)
         for label, chosen in (("busiest", number), ("first", 0)):
             stage = row["stages"][chosen]
             if label == "first" and not number:

@@ -234,9 +234,21 @@ def test_a_cell_is_held_against_its_best_stock_and_against_one_for_all() -> None
     assert (a["best_stock"], a["over_best_stock"], a["over_single_stock"]) == ("stock-8192", 1.575, 3.15)
     assert (a["bound"], a["of_bound"], a["spread"]) == (2.0, 0.7875, pytest.approx(0.1))
     assert (b["best_stock"], b["over_best_stock"], b["spread"]) == ("stock-4096", 0.9, None)
+    # Stock's device time is half of its 1.575 times as long a time, of which 0.9 were busy.
+    assert a["short"] == {**dict.fromkeys(CAUSES[1:], 0.0), "device": pytest.approx(0.9 - 0.7875)}
     mean = found["geomean"]["wavepp-timed"]
     assert mean["over_best_stock"] == pytest.approx((1.575 * 0.9) ** 0.5)
     assert mean["over_single_stock"] == pytest.approx((3.15 * 0.9) ** 0.5)
+
+
+def test_what_is_missing_to_the_bound_adds_up() -> None:
+    stock = _row("stock-4096", "a:8", 0, 100.0, 0.6)
+    own = _row("wavepp-timed", "a:8", 0, 120.0, 0.8)
+    own["stages"][0] |= {"fill": 0.15, "host": 0.05}
+    row = report.compare([stock, own])["cells"][1]
+    assert row["short"]["fill"] == 0.15 and row["short"]["device"] == pytest.approx(0.08)
+    assert row["of_bound"] + sum(row["short"].values()) == pytest.approx(1.0)
+    assert "device time" in report.text([stock, own])
 
 
 def test_the_report_tells_what_does_not_count() -> None:
