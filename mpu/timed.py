@@ -23,7 +23,9 @@ Equal times would cut most requests, and a cut makes a wave more, or reads a pre
 taken to the next share that whole requests fill, or equal parts of the next one: to the larger, if with the
 smaller there are more waves than the ring holds and with the larger still more than stages, else to the one
 with which the work is through earlier. Only where a request that has to be cut anyway comes behind smaller
-ones, its first part fills up their wave.
+ones, its first part fills up their wave. And where requests as long as the next one make a wave for each
+stage, it is not cut if that costs more than the gap that may be left: a client asks again some part of a
+wave's time after its answer, half of it on average, once for as many waves as there are stages.
 
 Otherwise throughput is not traded for latency: waves become smaller only where the formula says that all work
 is through earlier, and only while fewer than R of the largest are known. Before a stage has been observed
@@ -44,6 +46,8 @@ from sglang_wavepp.mpu.stage_time import Observations, StageTime
 _NOBODY = (-1, 0.0)
 _DRAINS = 0.5
 """How often the pipeline drains once the known work is through: else new work has come by then."""
+_GAP = 0.5
+"""For so much of a wave's time stages wait, on average, until a request comes for one that is through."""
 _CRUMB = 0.1
 """So much of a wave does not become one of its own: those before it are a little longer instead."""
 
@@ -60,6 +64,8 @@ class TimedPlanner:
         self._target_us = 0.0
         self._alone = _NOBODY
         """The request that found the pipeline empty, as long as no other one comes, and its work a wave."""
+        self._cut = -1
+        """The request that was cut last."""
         self.ahead = limits.ring * limits.budget
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
@@ -177,6 +183,10 @@ class TimedPlanner:
                 n = max(1, min(n, int((first - again) / (share - again))))
             while n > 1 and through(parts(n - 1)) < through(parts(n)):
                 n -= 1
+            if seen[0].seq != self._cut and work / first > self._depth - _GAP:
+                least = (1 + _GAP / self._depth) * (first + time.wave)
+                if n * (parts(n)[0] + time.wave) > least:
+                    return first
             fewer, more = parts(n), parts(n + 1)
         else:
             smaller = larger = first
@@ -220,6 +230,7 @@ class TimedPlanner:
                 break
             cut = (begin + max(new, floor)) // align * align
             spans.append(Pending(seq, begin, min(cut, end)))
+            self._cut = seq
             break
         return spans
 

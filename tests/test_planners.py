@@ -304,6 +304,24 @@ def test_as_many_requests_as_stages_are_not_cut_where_a_wave_is_dear() -> None:
     assert cut.end <= 2 * K + 64, "here a cut costs next to nothing"
 
 
+@pytest.mark.parametrize("share, others, cut", [(0.12, 7, False), (0.12, 6, True), (0.03, 7, True)])
+def test_a_request_is_cut_to_fill_a_gap_only_if_that_costs_less(share: float, others: int, cut: bool) -> None:
+    """With seven others on eight stages half a wave of eight may be missing: 6 % of the time."""
+    tokens = StageTime(0.0, 10.0, 0.0, 0.0, 0.0)
+    request = prompts(4 * K)
+    planner = taught(PP8, [tokens._replace(wave=share * tokens.work(load_of(request)))] * 8)
+    (span,) = planner.spans(request, 8, [load_of(request)] * others)
+    assert (span.end < 4 * K) == cut
+
+
+def test_a_request_that_was_cut_goes_on_in_such_parts() -> None:
+    """What is left of it is less than what others have under way, but was not meant for one wave."""
+    tokens = StageTime(0.0, 10.0, 0.0, 0.0, 0.0)
+    planner = taught(PP8, [tokens._replace(wave=0.12 * tokens.work(load_of(prompts(4 * K))))] * 8)
+    waves = waves_of(planner, prompts(*[8 * K] * 4))
+    assert [wave.tokens for wave in waves] == [2 * K] * 16
+
+
 def test_a_full_ring_is_not_followed_by_crumbs() -> None:
     """MPU ends in waves of the floor. A small wave behind large ones wins nothing."""
     left = prompts(*[26_214] * 32, begin=236_000)
@@ -374,7 +392,7 @@ def test_a_prefix_is_not_read_twice_to_fill_up_a_wave() -> None:
 
 def test_parts_of_a_request_are_equal_although_each_reads_its_prefix() -> None:
     time = StageTime(wave=3000, token=11.0, attention=1e-4, prefix=0.2, span=0)
-    ring = [load_of(prompts(2048, begin=36_864))] * 6
+    ring = [load_of(prompts(2048, begin=36_864))] * 4
     (first,) = taught(PP4, [time] * 4).spans(prompts(4096, begin=36_864), 8, ring)
     assert first.end - first.begin == 2048
     (whole,) = taught(PP4, [time._replace(wave=10_000)] * 4).spans(prompts(4096, begin=36_864), 8, ring)
