@@ -2,7 +2,7 @@
 
 BIN := .venv/bin
 # Pure packages and modules, type-checked strictly. sglang is not typed, so those that import it are not.
-STRICT := config.py decode_groups.py errors.py leader.py log.py member.py messages.py numbering.py record.py \
+STRICT := admission.py config.py decode_groups.py errors.py leader.py log.py member.py messages.py numbering.py record.py \
 	sequencer.py sharing.py stats.py hint_index mpu radix/ledger.py radix/lease.py radix/protocol.py
 
 .DEFAULT_GOAL := help

@@ -113,7 +113,7 @@ class _Agent:
         return original(scheduler, requests)
 
     def committed(self, original: Callable[..., Any], wave: Any, event: Any) -> Any:
-        from sglang_wavepp.leader import Committed
+        from sglang_wavepp.admission import Committed
 
         if isinstance(event, Committed) and not event.again:
             self._write("committed", wave._requests[event.seq].req.rid, time.monotonic(), event.rounds)

@@ -16,12 +16,13 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from sglang_wavepp.admission import Committed, GrowthGranted, GrowthRefused, Limits, Rejected
 from sglang_wavepp.config import WavePPConfig
 from sglang_wavepp.launch.bubbles import Bubbles
 from sglang_wavepp.launch.prefix_store import ENDLESS, PrefixStore, Prompt
 from sglang_wavepp.launch.sim_clock import SimClock
 from sglang_wavepp.launch.workload import Offered, Outcome, Served, ServerOptions
-from sglang_wavepp.leader import Committed, GrowthGranted, GrowthRefused, Leader, Limits, Rejected
+from sglang_wavepp.leader import Leader
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import Decode, Drop, Prefill
 from sglang_wavepp.mpu import PLANNERS, Planner, WaveLimits

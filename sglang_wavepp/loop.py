@@ -17,10 +17,10 @@ from typing import Any
 from sglang.srt.managers.io_struct import PauseGenerationReqInput, RpcReqOutput, ShutdownReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_wavepp.admission import Committed
 from sglang_wavepp.codec import decode_request, encode_control
 from sglang_wavepp.errors import DivergenceError
 from sglang_wavepp.executor import Executor
-from sglang_wavepp.leader import Committed
 from sglang_wavepp.log import DecisionLog
 from sglang_wavepp.messages import (
     Commit,

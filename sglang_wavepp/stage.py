@@ -18,12 +18,13 @@ from sglang.srt.runtime_context import get_context, get_parallel, get_schedule
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_wavepp import __version__
+from sglang_wavepp.admission import Limits
 from sglang_wavepp.config import WavePPConfig
 from sglang_wavepp.errors import HandshakeError, WavePPError
 from sglang_wavepp.exchange import share_over
 from sglang_wavepp.hooks import hook_digest
 from sglang_wavepp.intake import Intake
-from sglang_wavepp.leader import Leader, Limits
+from sglang_wavepp.leader import Leader
 from sglang_wavepp.loop import LeaderLoop, MemberLoop
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import Hello, Message

@@ -31,6 +31,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.managers.utils import is_health_check_generate_req
 
+from sglang_wavepp.admission import Committed, Event, GrowthGranted, Rejected
 from sglang_wavepp.codec import (
     CannotCarryError,
     encode_control,
@@ -39,7 +40,7 @@ from sglang_wavepp.codec import (
 )
 from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.hint_index import KnownChains, seed_of
-from sglang_wavepp.leader import Committed, Event, GrowthGranted, Leader, Rejected
+from sglang_wavepp.leader import Leader
 from sglang_wavepp.messages import (
     Beat,
     ControlDone,

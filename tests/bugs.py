@@ -12,7 +12,8 @@ import msgspec
 from cluster import Cluster
 from sim_stage import Guard, SimStage
 
-from sglang_wavepp.leader import Committed, Leader, State
+from sglang_wavepp.admission import Committed, State
+from sglang_wavepp.leader import Leader
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import Held, Hold, Release
 from sglang_wavepp.numbering import Numbering

@@ -18,8 +18,9 @@ from typing import Any
 from model_tree import SEED, ModelTree, Request
 from sim_stage import Channel, SimStage, Steps
 
+from sglang_wavepp.admission import Committed, GrowthGranted, Limits, Rejected
 from sglang_wavepp.hint_index import chain
-from sglang_wavepp.leader import Committed, GrowthGranted, Leader, Limits, Rejected
+from sglang_wavepp.leader import Leader
 from sglang_wavepp.messages import (
     Beat,
     Commit,

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 from cluster import Cluster
 
-from sglang_wavepp.leader import Leader, Limits
+from sglang_wavepp.admission import Limits
+from sglang_wavepp.leader import Leader
 from sglang_wavepp.messages import Decode, Held, HeldItem, Hint, HintItem, HintQuery, Hold, Prefill
 
 

@@ -15,8 +15,9 @@ from conftest import eventually
 from sglang.srt.managers.io_struct import AbortReq, sock_send
 
 from sglang_wavepp import rounds
+from sglang_wavepp.admission import Limits
 from sglang_wavepp.config import WavePPConfig
-from sglang_wavepp.leader import Leader, Limits
+from sglang_wavepp.leader import Leader
 from sglang_wavepp.loop import Progress
 from sglang_wavepp.messages import Beat, Held, Hint, HintItem, Message, Offer
 from sglang_wavepp.rounds import LeaderPlane, MemberPlane

@@ -24,8 +24,9 @@ import pytest
 import requests
 from conftest import eventually, start, statistics
 
+from sglang_wavepp.admission import Limits
 from sglang_wavepp.launch.server import Server, ServerError
-from sglang_wavepp.leader import Leader, Limits
+from sglang_wavepp.leader import Leader
 from sglang_wavepp.messages import Beat
 from sglang_wavepp.rounds import LeaderPlane, MemberPlane
 from sglang_wavepp.transport import IpcLeader, IpcMember

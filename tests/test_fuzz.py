@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from model_tree import ModelTree, Request
 
 from sglang_wavepp import messages
+from sglang_wavepp.admission import Limits
 from sglang_wavepp.errors import WavePPError
-from sglang_wavepp.leader import Leader, Limits
+from sglang_wavepp.leader import Leader
 from sglang_wavepp.log import DecisionLog
 from sglang_wavepp.member import Member
 from sglang_wavepp.messages import Nack, decode_decision, decode_from_leader, decode_from_member, encode
