@@ -82,9 +82,10 @@ def compared(
         for number in range(options.rounds):
             for chosen in systems if number % 2 == 0 else systems[::-1]:
                 where = folder(base, f"{number}-{chosen.name}")
-                rows += [{"round": number, **row} for row in _served(model, chosen, shared, where, loads)]
-                raw |= {"minutes": round((time.monotonic() - began) / 60, 1), "rows": rows}
-                (base / "rows.json").write_text(json.dumps({**raw, **report.compare(rows)}, indent=1))
+                for row in _served(model, chosen, shared, where, loads):
+                    rows.append({"round": number, **row})
+                    raw |= {"minutes": round((time.monotonic() - began) / 60, 1), "rows": rows}
+                    (base / "rows.json").write_text(json.dumps({**raw, **report.compare(rows)}, indent=1))
     return {**raw, **report.compare(rows)}
 
 
@@ -116,6 +117,8 @@ def fail() -> Iterator[None]:
     try:
         with signals_raise():
             yield
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except (WavePPError, ProfileError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import report
+from benchmarks import grid, report
 from benchmarks.cells import HIGHEST, LOWEST, QUICK, WORKLOADS, Cell, Prepared, parse_cells, prepare
-from benchmarks.grid import PROFILES
 from benchmarks.load import LoadError, run
 from benchmarks.measure import doubts
 from benchmarks.predict import compared
@@ -94,7 +94,7 @@ def test_what_is_no_system_is_refused_with_its_name(name: str) -> None:
 
 
 def test_each_default_profile_is_there() -> None:
-    assert all(load_profile(name).stages(pp) for pp, name in PROFILES.items())
+    assert all(load_profile(name).stages(pp) for pp, name in grid.PROFILES.items())
 
 
 # --- timelines --------------------------------------------------------------------------------------
@@ -263,6 +263,39 @@ def test_the_report_tells_what_does_not_count() -> None:
 def test_the_report_of_nothing_that_counts_is_why() -> None:
     broken = {"system": "wavepp-mpu", "cell": "a:8", "round": 1, "doubts": ["no answer"]}
     assert report.text([broken]) == "invalid: a:8 wavepp-mpu round 1: no answer"
+
+
+def test_an_interrupted_grid_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = []
+
+    class Idle:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __enter__(self) -> Idle:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            stopped.append(self)
+
+    def interrupted(_: object) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grid, "Bench", Idle)
+    monkeypatch.setattr(grid, "make_model", lambda *_, **__: tmp_path)
+    parser = argparse.ArgumentParser()
+    grid.add_server_arguments(parser)
+    options = parser.parse_args(["--out", str(tmp_path)])
+    shared = grid.setting(options, context=64, pool=64, concurrency=1)
+    loads: dict[str, grid.Measure] = {
+        "a:8": lambda _: _row("stock-8192", "a:8", 0, 5.0),
+        "b:8": interrupted,
+    }
+    with pytest.raises(SystemExit) as left, grid.fail():
+        grid.compared(options, shared, [system("stock-8192")], loads)
+    assert left.value.code == 130 and len(stopped) == 1
+    kept = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["input_tokens_s"] for row in kept["rows"]] == [5.0]
 
 
 def test_a_measurement_of_the_host_does_not_count() -> None:
