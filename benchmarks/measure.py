@@ -14,7 +14,7 @@ import psutil
 from benchmarks.cells import Cell, Prepared, body, prepare, tokens
 from benchmarks.load import Answer, run
 from benchmarks.systems import System
-from benchmarks.timeline import Wave, cost_error, host_time, of_requests, read_stage, split
+from benchmarks.timeline import Wave, busiest, cost_error, host_time, of_requests, read_stage, split
 from sglang_wavepp.launch.replay import percentile
 from sglang_wavepp.launch.server import HOST, Server, ServerError
 from sglang_wavepp.mpu.planner import load_of
@@ -222,7 +222,7 @@ def doubts(result: dict[str, Any], answers: Sequence[Answer]) -> list[str]:
             f"{len(off)} requests reused something else than was seeded: "
             f"{one.request.rid} {one.cached} tokens instead of {one.request.cached}"
         )
-    number, stage = max(enumerate(result["stages"]), key=lambda item: item[1]["busy"])
+    number, stage = busiest(result["stages"])
     if stage["host"] > HOST_LIMIT:
         found.append(f"the host of stage {number}, the busiest, was late for {stage['host']:.0%} of the time")
     if result["front_end"] > HOST_LIMIT:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.timeline import CAUSES
+from benchmarks.timeline import CAUSES, busiest
 
 Row = Mapping[str, Any]
 """One measurement: `system`, `cell`, `round`, and what `benchmarks.measure.summary` tells."""
@@ -26,14 +26,6 @@ def medians(rows: Iterable[Row], what: str) -> dict[tuple[str, str], float]:
         if row[what] is not None:
             found.setdefault((row["system"], row["cell"]), []).append(row[what])
     return {key: statistics.median(values) for key, values in found.items()}
-
-
-def _waited(rows: Iterable[Row], cause: str) -> dict[tuple[str, str], float]:
-    return medians([{**row, cause: _busiest(row)[1][cause]} for row in valid(rows)], cause)
-
-
-def _busiest(row: Row) -> tuple[int, Mapping[str, Any]]:
-    return max(enumerate(row["stages"]), key=lambda item: item[1]["busy"])
 
 
 def spread(rows: Iterable[Row], system: str, cell: str) -> float | None:
@@ -67,7 +59,8 @@ def compare(rows: Sequence[Row]) -> dict[str, Any]:
     is how long its busiest stage waited, and device time that its waves took beyond stock's.
     """
     speed, busy = medians(rows, "input_tokens_s"), medians(rows, "busy")
-    waited = {cause: _waited(rows, cause) for cause in CAUSES[1:]}
+    busiest_stages = [{**row, **busiest(row["stages"])[1]} for row in valid(rows)]
+    waited = {cause: medians(busiest_stages, cause) for cause in CAUSES[1:]}
     cells = list(dict.fromkeys(row["cell"] for row in rows))
     systems = list(dict.fromkeys(row["system"] for row in rows))
     stock = [name for name in systems if name.startswith("stock")]
@@ -210,7 +203,7 @@ def _order(rows: Sequence[Row], cell: str) -> int:
 def _bubbles(rows: Sequence[Row]) -> str:
     lines = []
     for row in valid(rows):
-        number, _ = _busiest(row)
+        number, _ = busiest(row["stages"])
         for label, chosen in (("busiest", number), ("first", 0)):
             stage = row["stages"][chosen]
             if label == "first" and not number:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sglang_wavepp.mpu.planner import load_of
 from sglang_wavepp.mpu.stage_time import StageTime
@@ -73,6 +74,11 @@ class Split:
         """Of the window, which must not be empty."""
         window = self.window
         return {cause: getattr(self, cause) / window for cause in CAUSES}
+
+
+def busiest(stages: Sequence[Mapping[str, Any]]) -> tuple[int, Mapping[str, Any]]:
+    """The number and the shares of the stage that was busy for most of the time."""
+    return max(enumerate(stages), key=lambda item: item[1]["busy"])
 
 
 def read_stage(file: Path) -> list[Wave]:
