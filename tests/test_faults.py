@@ -203,11 +203,12 @@ def test_slow_stage_is_waited_for_and_a_hung_one_is_not(model: Path, stock: Serv
         server = faulty.server
         faulty.switch("slow", 1)
         began = time.monotonic()
-        with _clients(server, 6, tokens=4) as slow:
+        with _clients(server, 6, tokens=10) as slow:
+            eventually(lambda: statistics(server)["decode_waves"] > 0, "a decode wave")
             assert _health(server) == 200
         assert time.monotonic() - began > LIMIT_S, "the waves together take longer than one may"
         for i, answer in enumerate(slow):
-            want = stock.post("/generate", _body(i))
+            want = stock.post("/generate", _body(i, tokens=10))
             assert answer.result()["output_ids"] == want["output_ids"]  # type: ignore[index]
         faulty.switch("slow", 1, on=False)
         assert _health(server) == 200
