@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_wavepp.admission import Committed
 from sglang_wavepp.mpu import PLANNERS, WaveLimits
 from sglang_wavepp.mpu.planner import Load
 from sglang_wavepp.sequencer import Sequencer
@@ -29,7 +30,7 @@ def measure(planner: str, requests: int, suffix: tuple[int, int], waves: int) ->
     draw = random.Random(1)
     limits = WaveLimits(stages=STAGES, ring=2 * STAGES, budget=16384, align=64, least=1024)
     made = PLANNERS[planner](limits)
-    sequencer = Sequencer(planner=made, run_ahead=2 * STAGES, groups=STAGES, growth=512, rows=128)
+    sequencer = Sequencer(planner=made, run_ahead=2 * STAGES, groups=STAGES, growth=512, rows=128, wave=16384)
     plan: list[float] = []
     observe: list[float] = []
     seq = live = 0
@@ -38,7 +39,18 @@ def measure(planner: str, requests: int, suffix: tuple[int, int], waves: int) ->
         while live < requests:
             begin = draw.randrange(0, 2000) * 64
             length = begin + draw.randrange(*suffix)
-            sequencer.commit(seq, seq, begin, length, length + 1, length + 1, False)
+            committed = Committed(
+                seq=seq,
+                order=seq,
+                boundary=begin,
+                length=length,
+                until=length + 1,
+                again=False,
+                rank=0,
+                rounds=1,
+                waited=0.0,
+            )
+            sequencer.commit(committed, length + 1)
             seq, live = seq + 1, live + 1
         if len(ring) == 2 * STAGES - 1:
             wave, finished, load = ring.pop(0)

@@ -67,6 +67,7 @@ class PipelineServer:
             groups=stages,
             growth=options.reserve,
             rows=options.rows,
+            wave=0 if options.late else options.budget,
         )
         pool = profile.kv_tokens or ENDLESS
         self.store = PrefixStore(pool, options.running, options.page)
@@ -81,6 +82,7 @@ class PipelineServer:
             reserve=options.reserve,
             block=self._block,
             ahead=options.budget if options.late else self.planner.ahead,
+            wave=options.budget,
             round_bound=float("inf"),
         )
         self._clock = SimClock()
@@ -99,6 +101,8 @@ class PipelineServer:
         self._computed: dict[int, int] = {}
         self._queue: deque[Offered] = deque()
         """What comes when another one is done."""
+        self._begins: deque[float] = deque()
+        """When stage 0 begins the waves that wait for it."""
         self._waves = 0
         self._bubbles = Bubbles()
 
@@ -189,7 +193,7 @@ class PipelineServer:
         self._computed[c.seq] = c.boundary
         remaining = served.offered.output - served.produced
         most = min(c.length + remaining, self._longest)
-        self.sequencer.commit(c.seq, c.order, c.boundary, c.length, c.until, most, c.again)
+        self.sequencer.commit(c, most)
 
     def _applied(self) -> None:
         self._position += 1
@@ -202,11 +206,15 @@ class PipelineServer:
             if self.options.late and self.pipeline.free > self._clock.now:
                 self._clock.wake(self.pipeline.free)
                 break
-            d = self.sequencer.next(0)
+            while self._begins and self._begins[0] <= self._clock.now:
+                self._begins.popleft()
+            d = self.sequencer.next(0, len(self._begins))
             for seq, until in self.sequencer.growth_requests:
                 self._leader.want_growth(seq, until)
             self.sequencer.growth_requests = []
             if d is None:
+                if self.sequencer.held_back:
+                    self._clock.wake(self._begins[0])
                 break
             self._applied()
             if isinstance(d, Drop):
@@ -220,7 +228,7 @@ class PipelineServer:
 
     def _why(self) -> str:
         """Why stage 0 has no other wave at the moment."""
-        if self.sequencer.in_flight >= self._ring:
+        if self.sequencer.in_flight >= self._ring or self.sequencer.held_back:
             return "run-ahead"
         if self._leader.idle:
             return "idle"
@@ -264,6 +272,7 @@ class PipelineServer:
         self._host_free = ready
         self._clock.wake(ready)
         passage = self.pipeline.issue(ready, load, waits)
+        self._begins.append(passage.begins)
         self._bubbles.issued(passage.gap, self.pipeline.extra_s + (0.0 if self.pipeline.slowest else waits))
         self._clock.at(passage.done + self.options.message_s, partial(self._done, wave, rows, passage.took))
 

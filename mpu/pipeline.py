@@ -16,6 +16,8 @@ from sglang_wavepp.mpu.profile import Profile
 class Passage(NamedTuple):
     """A wave on its way through the pipeline. Seconds."""
 
+    begins: float
+    """On stage 0."""
     done: float
     """It ends on the last stage."""
     gap: float
@@ -59,6 +61,7 @@ class Pipeline:
         hop, ready, gap = self._profile.hop_s(load), at, 0.0
         took = [self.times[0].of(load) / 1e6] * len(self._free) if self._same else []
         took = took or [time.of(load) / 1e6 for time in self.times]
+        begins = max(ready, self.free) + self.extra_s + waits
         for stage, free in enumerate(self._free):
             start = max(ready, free) + self.extra_s + (0.0 if stage else waits)
             if stage == self.slowest:
@@ -66,4 +69,4 @@ class Pipeline:
             self._free[stage] = ready = start + took[stage]
             self.busy[stage] += took[stage]
             ready += hop
-        return Passage(self._free[-1], gap, tuple(took))
+        return Passage(begins, self._free[-1], gap, tuple(took))

@@ -68,7 +68,8 @@ class Planner(Protocol):
     """
 
     ahead: int
-    """Committed tokens that no wave was planned for, beyond which more would change no plan."""
+    """Committed tokens that no wave was planned for, at most. More would change no plan, and what waits may
+    reuse more later; with fewer the prefixes of those that are next could be evicted."""
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
         """The next prefill wave.
@@ -91,7 +92,7 @@ class StaticPlanner:
 
     def __init__(self, limits: WaveLimits) -> None:
         self._limits = limits
-        self.ahead = 2 * limits.budget
+        self.ahead = limits.ring * limits.budget
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
         """See `Planner`. O(spans)."""

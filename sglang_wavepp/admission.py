@@ -23,7 +23,10 @@ class Limits:
     block: int
     """Tokens of a block of the chained prompt hashes."""
     ahead: int
-    """Committed prompt tokens that no wave was planned for yet, beyond which admission waits."""
+    """Committed prompt tokens that no wave was planned for yet, beyond which admission waits. Of a long
+    prompt a quarter of this counts, or `wave`: short ones may pass it (`mpu.turns`)."""
+    wave: int
+    """The largest prefill wave."""
     round_bound: float
     """Seconds after which an unanswered round is an error."""
 
@@ -82,6 +85,8 @@ class Committed:
     until: int
     again: bool
     """It was committed before, and came back."""
+    rank: int
+    """Lower ranks go first."""
     rounds: int
     waited: float
     """Seconds from arrival (or from coming back) to this event."""

@@ -275,13 +275,24 @@ class Leader:
             self._prompts.begin(a.seq, a.candidate)
             waited = self._now() - a.arrived
             self.events.append(
-                Committed(a.seq, self._order, a.candidate, a.length, a.until, a.retracted, a.rounds, waited)
+                Committed(
+                    seq=a.seq,
+                    order=self._order,
+                    boundary=a.candidate,
+                    length=a.length,
+                    until=a.until,
+                    again=a.retracted,
+                    rank=a.rank,
+                    rounds=a.rounds,
+                    waited=waited,
+                )
             )
             self._order += 1
 
     def _start_hold(self) -> None:
         room = self.limits.running - len(self._running)
-        ahead = self.limits.ahead - sum(self._unplanned.values())
+        most = max(self.limits.wave, self.limits.ahead // 4)
+        ahead = self.limits.ahead - sum([min(tokens, most) for tokens in self._unplanned.values()])
         items: list[Admission] = []
         stale: list[Admission] = []
         held: list[tuple[int, int]] = []
@@ -308,7 +319,7 @@ class Leader:
             if self._is_stale(a):
                 stale.append(a)
             else:
-                ahead -= a.length - a.candidate
+                ahead -= min(a.length - a.candidate, most)
         if stale:
             self._ask_again(stale)
         elif items:

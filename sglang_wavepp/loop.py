@@ -39,6 +39,8 @@ from sglang_wavepp.timer import WaveTimer
 logger = logging.getLogger(__name__)
 
 _IDLE_HOUSEKEEPING_S = 5.0
+_POLL_S = 0.002
+"""While a prefill wave waits for stage 0's device, which does not say when it begins another one."""
 
 
 class Progress:
@@ -113,7 +115,11 @@ class StageLoop:
                 with self.stage.guard:
                     self.s.on_idle()
         self.progress.at("")
-        self._take(_IDLE_HOUSEKEEPING_S if idle else 1.0)
+        self._take(_IDLE_HOUSEKEEPING_S if idle else self._longest_wait())
+
+    def _longest_wait(self) -> float:
+        """Seconds that a stage with requests sleeps on its inbox, at most."""
+        return 1.0
 
     def _run_wave(self, d: Prefill | Decode) -> None:
         e, p = self.executor, self.progress
@@ -252,7 +258,7 @@ class LeaderLoop(StageLoop):
             req = self.executor.commit(d)
         most = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
         most = min(most, self.stage.longest)
-        self.sequencer.commit(c.seq, c.order, c.boundary, c.length, c.until, most, c.again)
+        self.sequencer.commit(c, most)
         self.stage.stats.admission(rounds=c.rounds, waited_s=c.waited, length=c.length, boundary=c.boundary)
 
     def wave_done(self, done: WaveDone) -> None:
@@ -327,7 +333,7 @@ class LeaderLoop(StageLoop):
         if self._controls and self._control_ready():
             self._log_control(*self._controls.popleft())
             return True
-        d = self.sequencer.next(self.log.digest)
+        d = self.sequencer.next(self.log.digest, self._timer.queued if self._timer else 0)
         if self.sequencer.growth_requests:
             self.stage.wave.want_growth(self.sequencer.growth_requests)
             self.sequencer.growth_requests = []
@@ -366,6 +372,9 @@ class LeaderLoop(StageLoop):
     def _wait(self) -> None:
         self._send_log()
         super()._wait()
+
+    def _longest_wait(self) -> float:
+        return _POLL_S if self.sequencer.held_back else super()._longest_wait()
 
     def _drop(self, d: Drop) -> None:
         with self.stage.guard:

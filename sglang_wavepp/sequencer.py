@@ -3,13 +3,14 @@
 It knows every committed request, what was planned for it and which waves are in flight, and answers
 `next()` with the next decision or None. Its policy:
 
-* at most `run_ahead` waves are issued that the last stage has not acknowledged, so that late arrivals
-  and aborts still find a place;
+* at most `run_ahead` waves are issued that the last stage has not acknowledged, and prefill waves only while
+  stage 0's device has fewer than `LEAD` before it: the later they are planned, the more is known, and what
+  arrives meanwhile, aborts and decode waves need not wait for them;
 * prefill and decode waves alternate while there is work for both; otherwise whichever has work runs. With
   an `interval` of N (SGLang's `--prefill-decode-interval`), N decode waves have to follow each prefill wave
   before the next one, as long as `interval_rows` requests are decoding;
-* a planner (`mpu`) cuts the prompts of committed requests into prefill waves, first come, first served, at
-  most `rows` requests a wave;
+* a planner (`mpu`) cuts the prompts of committed requests into prefill waves, first come, first served but
+  for short ones behind a long one (`mpu.turns`), at most `rows` requests a wave;
 * decode rows live in groups, one wave of a group in flight at a time (`decode_groups`);
 * a committed request that no wave was planned for goes back to admission, once, if what another one left in
   the tree makes its reusable prefix longer;
@@ -22,13 +23,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from sglang_wavepp.admission import Committed
 from sglang_wavepp.decode_groups import DecodeGroups
 from sglang_wavepp.errors import ProtocolError
 from sglang_wavepp.messages import Decision, Decode, Drop, Prefill, Span
 from sglang_wavepp.mpu import Planner
 from sglang_wavepp.mpu.packing import Pending
 from sglang_wavepp.mpu.planner import Load, load_of
+from sglang_wavepp.mpu.turns import Turns
 
+LEAD = 2
+"""Waves that stage 0's device has not begun: these give it enough to do until the next one is planned."""
 _REMEMBERED = 256
 """Prefill waves whose load is kept, to be told apart when stages say how long they took."""
 
@@ -49,6 +54,7 @@ class Live:
     """KV length at which the request certainly ends."""
     again: bool
     """It was admitted before, and came back."""
+    rank: int
     begun: bool = False
     """A wave was planned for it."""
     group: int = -1
@@ -69,6 +75,7 @@ class Sequencer:
         groups: decode groups, one for each stage of the pipeline.
         growth: tokens that a growth asks for.
         rows: requests in a prefill wave at most; decode groups have more only if there are too few of them.
+        wave: tokens of the largest prefill wave. Prompts with more left let short ones pass; 0: none does.
         interval: decode waves that follow a prefill wave before the next one; 0: alternate where possible.
         interval_rows: with fewer requests decoding, the interval does not count.
     """
@@ -81,6 +88,7 @@ class Sequencer:
         groups: int,
         growth: int,
         rows: int,
+        wave: int = 0,
         interval: int = 0,
         interval_rows: int = 0,
     ) -> None:
@@ -92,6 +100,7 @@ class Sequencer:
         self._live: dict[int, Live] = {}
         self._unplanned: dict[int, Pending] = {}
         """What no wave was planned for yet, by request, first come first."""
+        self._turns = Turns(wave, lambda seq: self._live[seq].rank) if wave else None
         self._leaving: dict[int, str] = {}
         """Requests that go when none of their waves is in flight: "abort" or "retract"."""
         self._makes_room: tuple[int, int] | None = None
@@ -105,6 +114,8 @@ class Sequencer:
         self._next_wave = 0
         self._last_was_prefill = False
         self.paused = False
+        self.held_back = False
+        """The next prefill wave waits for stage 0's device."""
         self.growth_requests: list[tuple[int, int]] = []
 
     @property
@@ -119,12 +130,10 @@ class Sequencer:
 
     # --- inputs ------------------------------------------------------------------------------
 
-    def commit(
-        self, seq: int, order: int, boundary: int, length: int, until: int, most: int, again: bool
-    ) -> None:
-        """A request was committed with `boundary` reused tokens; `again` if it came back."""
-        self._live[seq] = Live(seq, order, length, boundary, until, most, again)
-        self._unplanned[seq] = Pending(seq, boundary, length)
+    def commit(self, c: Committed, most: int) -> None:
+        """A request was committed. It certainly ends at a KV length of `most`."""
+        self._live[c.seq] = Live(c.seq, c.order, c.length, c.boundary, c.until, most, c.again, c.rank)
+        self._unplanned[c.seq] = Pending(c.seq, c.boundary, c.length)
 
     def reconsider(self, reusable: Callable[[int], int], least: int) -> None:
         """The tree of stage 0 has grown: send those back to admission who now reuse `least` tokens more.
@@ -210,8 +219,12 @@ class Sequencer:
 
     # --- output ------------------------------------------------------------------------------
 
-    def next(self, digest: int) -> Decision | None:
-        """The next decision to log, or None while there is nothing to do. `digest` is the log's so far."""
+    def next(self, digest: int, queued: int = 0) -> Decision | None:
+        """The next decision to log, or None while there is nothing to do.
+
+        `digest` is the log's so far. `queued` waves wait for stage 0's device: see `held_back`.
+        """
+        self.held_back = False
         self._review_retraction()
         drop = self._drop()
         if drop is not None:
@@ -220,8 +233,9 @@ class Sequencer:
             return None
         if self._owed and len(self._groups) < max(1, self._interval_rows):
             self._owed = 0
+        self.held_back = queued >= LEAD and bool(self._unplanned) and not self._owed
         kinds = (self._decode, self._prefill) if self._last_was_prefill else (self._prefill, self._decode)
-        for kind in (self._decode,) if self._owed else kinds:
+        for kind in (self._decode,) if self._owed or self.held_back else kinds:
             decision = kind(digest)
             if decision is not None:
                 self._last_was_prefill = isinstance(decision, Prefill)
@@ -266,10 +280,14 @@ class Sequencer:
         pending: Iterable[Pending] = self._unplanned.values()
         if self._leaving:
             pending = [p for p in pending if p.seq not in self._leaving]
+        if self._turns is not None:
+            pending = self._turns.order(pending)
         ring = [self._loads[wave] for wave, (group, _) in self._waves.items() if group < 0]
         spans = self._planner.spans(pending, self._rows, ring)
         if not spans:
             return None
+        if self._turns is not None:
+            self._turns.planned(spans)
         rows = []
         for seq, _, end in spans:
             request = self._live[seq]

@@ -209,6 +209,7 @@ class Stage:
                 reserve=config.decode_reserve,
                 block=self.block,
                 ahead=self.planner.ahead,
+                wave=budget,
                 round_bound=_ROUND_BOUND_S,
             ),
             time.monotonic,
@@ -219,6 +220,7 @@ class Stage:
             groups=self.stages,
             growth=config.decode_reserve,
             rows=agreed["batch"],
+            wave=budget,
             interval=schedule.prefill_decode_interval or 0,
             interval_rows=schedule.prefill_decode_interval_min_bs,
         )

@@ -57,6 +57,11 @@ class WaveTimer:
         if counts:
             self._pending.append((wave, behind_nothing, self._start, before, self._end))
 
+    @property
+    def queued(self) -> int:
+        """Waves that count and were launched, but have not begun. Without events launches take their time."""
+        return max(0, sum(not end.query() for *_, end in self._pending) - 1)
+
     def take(self) -> list[tuple[int, int]]:
         """Waves that are through and were not taken yet: (wave, microseconds)."""
         while self._pending and self._pending[0][4].query():

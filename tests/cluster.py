@@ -84,6 +84,7 @@ class Cluster:
             reserve=reserve,
             block=4 * page,
             ahead=ahead * self.planner.ahead,
+            wave=budget,
             round_bound=1e9,
         )
         self.leader = Leader(limits, lambda: self.now)
@@ -93,6 +94,7 @@ class Cluster:
             groups=stages,
             growth=reserve,
             rows=rows,
+            wave=budget,
             interval=interval,
         )
         self.longest = min(pools) - page
@@ -425,9 +427,7 @@ class Cluster:
             self.order.append(event.seq)
             tokens, max_new = self.payloads[event.seq]
             most = min(len(tokens) + max_new, self.longest)
-            self.sequencer.commit(
-                event.seq, event.order, event.boundary, event.length, event.until, most, event.again
-            )
+            self.sequencer.commit(event, most)
         elif isinstance(event, GrowthGranted):
             self.sequencer.grown(event.items)
         else:

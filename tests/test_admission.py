@@ -81,12 +81,30 @@ def test_a_committed_request_comes_back_for_a_longer_prefix() -> None:
         cluster.submit(0, (1, 2, 3), 8)
         between = BUDGET * (6 + seed // 2)
         cluster.submit(1, tuple(range(100, 100 + between)), 1)
-        cluster.submit(2, (1, 2, 3, *([5] * 7), 9), 1)
+        cluster.submit(2, (1, 2, 3, *([5] * 7), 9), 1, rank=1)  # so it does not pass
         _rest(cluster)
         readmitted += cluster.readmitted
         assert cluster.stages[0].outputs[2] == [5]
         assert cluster.stages[0].prompt_tokens <= 3 + between + 11
     assert readmitted > 0
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1), (1, 0)])
+def test_short_prompts_pass_a_long_one_unless_their_rank_is_higher(ranks: tuple[int, int]) -> None:
+    """The long one has more tokens than may be committed ahead of their waves."""
+    for seed in range(6):
+        cluster = Cluster(seed, stages=2, pools=[3000] * 2, rows=20, budget=BUDGET)
+        long = tuple(range(10 * BUDGET))
+        assert len(long) > cluster.planner.ahead
+        cluster.submit(0, long, 1, ranks[0])
+        cluster.ready()
+        for seq in range(1, 4):
+            cluster.submit(seq, (1000 * seq, *range(BUDGET // 4)), 1, ranks[1])
+        cluster.ready()
+        _rest(cluster)
+        ends = {s.seq: w.wave for w in cluster.waves if isinstance(w, Prefill) for s in w.spans if s.last}
+        passed = [seq for seq in range(1, 4) if ends[seq] < ends[0]]
+        assert passed == ([] if ranks == (0, 1) else [1, 2, 3])
 
 
 def test_lower_ranks_go_first() -> None:
@@ -202,7 +220,9 @@ def test_requests_behind_the_first_lease_no_more_than_their_share() -> None:
 @pytest.mark.parametrize(("shared", "waves", "again"), [(False, 1, False), (False, 2, True), (True, 1, True)])
 def test_a_hint_is_asked_for_again_only_where_that_may_pay(shared: bool, waves: int, again: bool) -> None:
     """While one request's round is open another is hinted, and waves of a third are finished."""
-    limits = Limits(stages=2, pool=1000, running=8, page=1, reserve=4, block=4, ahead=100, round_bound=9.0)
+    limits = Limits(
+        stages=2, pool=1000, running=8, page=1, reserve=4, block=4, ahead=100, wave=100, round_bound=9.0
+    )
     leader = Leader(limits, lambda: 0.0)
 
     def arrive(seq: int, chain: list[int]) -> None:

