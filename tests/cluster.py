@@ -39,7 +39,7 @@ from sglang_wavepp.messages import (
     decode_from_member,
 )
 from sglang_wavepp.mpu import PLANNERS, WaveLimits
-from sglang_wavepp.sequencer import Sequencer
+from sglang_wavepp.sequencer import LEAD, Sequencer
 
 
 class Cluster:
@@ -220,6 +220,10 @@ class Cluster:
 
     def fails(self, rank: int) -> bool:
         """Is a request not valid on this stage?"""
+        return False
+
+    def has_waves_enough(self) -> bool:
+        """Has stage 0's device enough to do, so that decode waves alone go before what it has?"""
         return False
 
     def is_slow(self, rank: int) -> bool:
@@ -461,7 +465,10 @@ class Cluster:
         """Stage 0's loop logs what is next. False if there is nothing, or it is busy."""
         if self.stages[0].busy:
             return False
-        d = self.sequencer.next(self.stages[0].log.digest)
+        digest = self.stages[0].log.digest
+        d = self.sequencer.next(digest, LEAD if self.has_waves_enough() else 0)
+        if d is None and self.sequencer.held_back:  # until the device of stage 0 comes to it
+            d = self.sequencer.next(digest)
         for seq, until in self.sequencer.growth_requests:
             self.mail.append(partial(self.leader.want_growth, seq, until))
         self.sequencer.growth_requests = []

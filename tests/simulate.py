@@ -98,6 +98,8 @@ class Simulation(Cluster):
         self._rate = draw.choice((0.02, 0.1, 1.0))
         self._repeats = draw.choice((0.0, 0.0, 0.0, 0.01))
         """How often a frame that is under way arrives twice."""
+        self._queues = draw.choice((0.0, 0.5))
+        """How often stage 0's device has waves enough before it."""
         self._loses = draw.choice((0.0,) * 9 + (0.01,))
         """How often one is lost, until the first one was."""
         lies = draw.choice((0.0, 0.0, 0.0, 0.5))
@@ -217,6 +219,9 @@ class Simulation(Cluster):
 
     def fails(self, rank: int) -> bool:
         return self._fails > 0 and self.rng.random() < self._fails
+
+    def has_waves_enough(self) -> bool:
+        return self.rng.random() < self._queues
 
     def is_slow(self, rank: int) -> bool:
         slow = self._slow[rank]
