@@ -27,6 +27,7 @@ WARM_UP = 131_072
 HOST_LIMIT = 0.20
 """Share of the window beyond which the host, or the front end, rather than the device was measured."""
 COST_LIMIT = 0.01
+MOST_KINDS = 4
 _PATIENCE_S = 300.0
 """Over what the device takes four times over, a cell may take this much longer."""
 
@@ -203,6 +204,7 @@ def summary(
         "reuse": sum(a.cached for a in answers) / count,
         "first_p50_s": percentile(firsts, 0.5),
         "first_p95_s": percentile(firsts, 0.95),
+        "kinds": kinds(answers, dilation),
         "output_tokens_s": sum(a.output for a in answers) * dilation / window,
         "gap_p99_s": percentile(gaps, 0.99) if gaps else None,
         "busy": max(stage["busy"] for stage in stages),
@@ -210,6 +212,17 @@ def summary(
         **{name: getattr(observed, name) for name in ("front_end", "detokenizer", "client", "idle")},
     }
     return {**result, "doubts": doubts(result, answers if reused else [])}
+
+
+def kinds(answers: Sequence[Answer], dilation: float) -> dict[str, dict[str, float]]:
+    """p50 and p95 of the prefill by the kind of request, if there are a few: "tokens, cached", undilated."""
+    found: dict[str, list[float]] = {}
+    for answer in answers:
+        kind = f"{answer.request.tokens}, {answer.request.cached} cached"
+        found.setdefault(kind, []).append(answer.first / dilation)
+    if not 1 < len(found) <= MOST_KINDS:
+        return {}
+    return {kind: {"p50": percentile(t, 0.5), "p95": percentile(t, 0.95)} for kind, t in found.items()}
 
 
 def doubts(result: dict[str, Any], answers: Sequence[Answer]) -> list[str]:

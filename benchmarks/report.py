@@ -115,6 +115,7 @@ def text(rows: Sequence[Row]) -> str:
         _throughput(found),
         _short(found),
         _latency(rows),
+        _kinds(rows),
         _bubbles(rows),
         _host(rows),
         _doubts(rows),
@@ -194,6 +195,17 @@ def _latency(rows: Sequence[Row]) -> str:
         for name, cell in sorted(found["first_p50_s"], key=lambda key: (_order(rows, key[1]), key[0]))
     ]
     return table(("cell", "system", *names.values()), lines)
+
+
+def _kinds(rows: Sequence[Row]) -> str:
+    lines = [
+        (row["cell"], row["system"], str(row["round"]), kind, *(f"{t[q]:.3f}" for q in ("p50", "p95")))
+        for row in valid(rows)
+        for kind, t in row["kinds"].items()
+    ]
+    lines.sort(key=lambda line: (_order(rows, line[0]), line[1]))
+    head = ("cell", "system", "round", "prompt tokens", "prefill p50 s", "p95 s")
+    return table(head, lines) if lines else ""
 
 
 def _order(rows: Sequence[Row], cell: str) -> int:

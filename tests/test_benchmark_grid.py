@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from benchmarks import grid, report
 from benchmarks.cells import HIGHEST, LOWEST, QUICK, WORKLOADS, Cell, Prepared, parse_cells, prepare
-from benchmarks.load import LoadError, run
-from benchmarks.measure import doubts
+from benchmarks.load import Answer, LoadError, run
+from benchmarks.measure import doubts, kinds
 from benchmarks.predict import compared
 from benchmarks.systems import ALL, DEFAULT, system
 from benchmarks.timeline import CAUSES, Wave, cost_error, host_time, of_requests, parse, read_stage, split
@@ -207,6 +207,7 @@ def _row(system: str, cell: str, number: int, speed: float, busy: float = 0.8, *
     row |= {
         "first_p50_s": 1.0,
         "first_p95_s": 2.0,
+        "kinds": {},
         "output_tokens_s": 3.0,
         "gap_p99_s": None,
         "idle": 0.5,
@@ -258,6 +259,19 @@ def test_the_report_tells_what_does_not_count() -> None:
     assert "single stock: stock-4096" in text
     # Without stock there is nothing to compare with.
     assert report.text([_row("wavepp-static", "a:8", 0, 5.0)])
+
+
+def test_prefills_are_told_apart_by_the_kind_of_request() -> None:
+    def answer(tokens: int, cached: int, seconds: float) -> Answer:
+        return Answer(Prepared("", b"", tokens, cached), 5.0, (5.0 + seconds,), 1, cached)
+
+    cold, warm = [answer(64, 0, 8.0)], [answer(64, 32, seconds) for seconds in (2.0, 4.0, 6.0)]
+    found = kinds([*cold, *warm], 2.0)
+    assert list(found) == ["64, 0 cached", "64, 32 cached"]
+    assert found["64, 0 cached"] == {"p50": 4.0, "p95": 4.0} and found["64, 32 cached"]["p50"] == 2.0
+    assert kinds(cold, 1.0) == {}
+    assert kinds([answer(tokens, 0, 1.0) for tokens in range(9)], 1.0) == {}
+    assert "64, 32 cached" in report.text([_row("wavepp-static", "a:8", 0, 5.0, kinds=found)])
 
 
 def test_the_report_of_nothing_that_counts_is_why() -> None:
