@@ -52,6 +52,31 @@ def test_higher_priorities_go_first(wave4: Server) -> None:
     assert order == [9, 8, 7, 6, 5, 4, 3, 2]
 
 
+def test_short_prompts_pass_a_long_one(wave2: Server, stock: Server) -> None:
+    """The long one comes first, but all wait until another request gives its room back."""
+    wave2.post("/flush_cache")
+    lengths = [MORE_THAN_HALF, 40, 41, 42]
+    order: list[int] = []
+
+    def ask(length: int) -> Any:
+        answer = _ask(wave2, length, 2)["output_ids"]
+        order.append(length)
+        return answer
+
+    with ThreadPoolExecutor(1 + len(lengths)) as pool:
+        first = pool.submit(_ask, wave2, MORE_THAN_HALF + 1, 3000, rid="first")
+        eventually(lambda: statistics(wave2)["running"] == 1)
+        answers = []
+        for count, length in enumerate(lengths, 1):
+            answers.append(pool.submit(ask, length))
+            eventually(lambda c=count: statistics(wave2)["waiting"] == c)  # type: ignore[misc]
+        wave2.post("/abort_request", {"rid": "first"})
+        assert first.result(60)["meta_info"]["finish_reason"]["type"] == "abort"
+        found = [answer.result(120) for answer in answers]
+    assert sorted(order[:3]) == lengths[1:] and order[3] == lengths[0]
+    assert found == [_ask(stock, length, 2)["output_ids"] for length in lengths]
+
+
 def test_decode_waves_between_prefill_waves(wave4: Server) -> None:
     """While somebody decodes, the waves of a long prompt leave room for as many decode waves as asked for."""
     wave4.post("/flush_cache")
