@@ -39,8 +39,11 @@ from sglang_wavepp.timer import WaveTimer
 logger = logging.getLogger(__name__)
 
 _IDLE_HOUSEKEEPING_S = 5.0
-_POLL_S = 0.002
-"""While a prefill wave waits for stage 0's device, which does not say when it begins another one."""
+_POLL = 0.05
+"""While a prefill wave waits for stage 0's device, which does not say when it begins another one, the loop looks
+as often in the time of a wave like the latest one."""
+_POLL_S = (0.001, 0.02)
+"""Between two looks, at least and at most."""
 
 
 class Progress:
@@ -234,6 +237,8 @@ class LeaderLoop(StageLoop):
     def __init__(self, stage: Any, sequencer: Sequencer) -> None:
         super().__init__(stage)
         self.sequencer = sequencer
+        self._latest_s = 0.0
+        """So long the device of this stage took for the latest wave that is through."""
         self._unsent: list[bytes] = []
         """The latest entries of the log, which the members do not have yet."""
         self._controls: deque[tuple[Any, bool]] = deque()
@@ -326,6 +331,7 @@ class LeaderLoop(StageLoop):
     # --- planning ----------------------------------------------------------------------------
 
     def _took(self, times: list[tuple[int, int]]) -> None:
+        self._latest_s = times[-1][1] / 1e6
         self.took(0, times)
 
     def _advance(self) -> bool:
@@ -374,7 +380,9 @@ class LeaderLoop(StageLoop):
         super()._wait()
 
     def _longest_wait(self) -> float:
-        return _POLL_S if self.sequencer.held_back else super()._longest_wait()
+        if not self.sequencer.held_back:
+            return super()._longest_wait()
+        return min(max(_POLL_S[0], _POLL * self._latest_s), _POLL_S[1])
 
     def _drop(self, d: Drop) -> None:
         with self.stage.guard:
