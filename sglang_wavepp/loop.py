@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_HOUSEKEEPING_S = 5.0
 _POLL = 0.05
-"""While a prefill wave waits for stage 0's device, which does not say when it begins another one, the loop looks
-as often in the time of a wave like the latest one."""
+"""Stage 0 looks whether its device has begun another wave after this share of a wave's time."""
 _POLL_S = (0.001, 0.02)
 """Between two looks, at least and at most."""
 
