@@ -56,11 +56,10 @@ class PipelineServer:
         stages = options.stages
         ring = options.ring or 2 * stages
         self.pipeline = Pipeline(profile, stages, options.wave_s)
-        self.planner = planner or PLANNERS[options.planner](
-            WaveLimits(
-                stages=stages, ring=ring, budget=options.budget, align=options.page, least=options.floor
-            )
+        waves = WaveLimits(
+            stages=stages, ring=ring, budget=options.budget, align=options.page, least=options.floor
         )
+        self.planner = planner or PLANNERS[options.planner](waves)
         self.sequencer = Sequencer(
             planner=self.planner,
             run_ahead=ring,
@@ -81,7 +80,7 @@ class PipelineServer:
             page=options.page,
             reserve=options.reserve,
             block=self._block,
-            ahead=options.budget if options.late else self.planner.ahead,
+            ahead=options.budget if options.late else waves.ahead,
             wave=options.budget,
             round_bound=float("inf"),
         )

@@ -13,8 +13,7 @@ class SimClock:
         self.now = 0.0
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._woken = 0.0
-        """The latest time of a `wake`."""
+        self._wakes: set[float] = set()
 
     def at(self, at: float, call: Callable[[], None]) -> None:
         """Make a call at a time that is not past. O(log calls)."""
@@ -23,9 +22,9 @@ class SimClock:
 
     def wake(self, at: float) -> None:
         """Stop at this time, also if there is nothing to call."""
-        if at > max(self.now, self._woken):
-            self._woken = at
-            self.at(at, lambda: None)
+        if at > self.now and at not in self._wakes:
+            self._wakes.add(at)
+            self.at(at, lambda: self._wakes.discard(at))
 
     def times(self) -> Iterator[float]:
         """Every time with calls, after they were made. It ends when no calls are left."""

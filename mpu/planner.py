@@ -30,6 +30,15 @@ class WaveLimits:
         """The smallest budget: `least` in whole multiples of `align`, `budget` at most."""
         return min(self.budget // self.align, -(-self.least // self.align)) * self.align
 
+    @property
+    def ahead(self) -> int:
+        """With so many committed tokens that no wave was planned for admission waits: as fill the ring.
+
+        With fewer the prefixes of those that are next could be evicted; what waits longer may reuse more. Of
+        four waves at least, so that short prompts find room behind long ones: see `admission.Limits`.
+        """
+        return max(4, self.ring) * self.budget
+
 
 class Load(NamedTuple):
     """What the time of a wave depends on; sums over its spans."""
@@ -67,15 +76,11 @@ class Planner(Protocol):
     where suffixes begin at a multiple of `align`.
     """
 
-    ahead: int
-    """Committed tokens that no wave was planned for, at most. More would change no plan, and what waits may
-    reuse more later; with fewer the prefixes of those that are next could be evicted."""
-
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
         """The next prefill wave.
 
         Args:
-            pending: committed requests with prompt tokens left to plan, first come first.
+            pending: committed requests with prompt tokens left to plan, in the order in which they come.
             rows: requests in a wave at most.
             ring: the prefill waves under way, the oldest first.
         """
@@ -92,7 +97,6 @@ class StaticPlanner:
 
     def __init__(self, limits: WaveLimits) -> None:
         self._limits = limits
-        self.ahead = limits.ring * limits.budget
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
         """See `Planner`. O(spans)."""

@@ -59,7 +59,6 @@ class MpuPlanner:
     def __init__(self, limits: WaveLimits) -> None:
         self._limits = limits
         self._budgets = budgets(limits)
-        self.ahead = limits.ring * limits.budget
         self._budget = limits.budget
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:

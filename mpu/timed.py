@@ -66,7 +66,6 @@ class TimedPlanner:
         """The request that found the pipeline empty, as long as no other one comes, and its work a wave."""
         self._cut = -1
         """The request that was cut last."""
-        self.ahead = limits.ring * limits.budget
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
         """See `Planner`. O(ring + pending requests), fewer where the work fills the ring anyway."""

@@ -24,7 +24,8 @@ class Limits:
     """Tokens of a block of the chained prompt hashes."""
     ahead: int
     """Committed prompt tokens that no wave was planned for yet, beyond which admission waits. Of a long
-    prompt a quarter of this counts, or `wave`: short ones may pass it (`mpu.turns`)."""
+    prompt a quarter of this counts, or `wave`: behind up to three of them short ones, which may pass
+    (`mpu.turns`), are still admitted."""
     wave: int
     """The largest prefill wave."""
     round_bound: float

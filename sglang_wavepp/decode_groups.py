@@ -37,7 +37,7 @@ class DecodeGroups:
     """
 
     def __init__(self, count: int, rows: int) -> None:
-        self._rows = rows
+        self.count, self._rows = count, rows
         self._members: list[list[int]] = [[] for _ in range(count)]
         self._busy: set[int] = set()
         """Groups with a wave in flight."""

@@ -39,10 +39,8 @@ from sglang_wavepp.timer import WaveTimer
 logger = logging.getLogger(__name__)
 
 _IDLE_HOUSEKEEPING_S = 5.0
-_POLL = 0.05
-"""Stage 0 looks whether its device has begun another wave after this share of a wave's time."""
-_POLL_S = (0.001, 0.02)
-"""Between two looks, at least and at most."""
+_POLL_S = 0.005
+"""Stage 0 looks so often whether its device has begun another wave, which does not say so by itself."""
 
 
 class Progress:
@@ -236,8 +234,6 @@ class LeaderLoop(StageLoop):
     def __init__(self, stage: Any, sequencer: Sequencer) -> None:
         super().__init__(stage)
         self.sequencer = sequencer
-        self._latest_s = 0.0
-        """So long the device of this stage took for the latest wave that is through."""
         self._unsent: list[bytes] = []
         """The latest entries of the log, which the members do not have yet."""
         self._controls: deque[tuple[Any, bool]] = deque()
@@ -330,7 +326,6 @@ class LeaderLoop(StageLoop):
     # --- planning ----------------------------------------------------------------------------
 
     def _took(self, times: list[tuple[int, int]]) -> None:
-        self._latest_s = times[-1][1] / 1e6
         self.took(0, times)
 
     def _advance(self) -> bool:
@@ -379,9 +374,7 @@ class LeaderLoop(StageLoop):
         super()._wait()
 
     def _longest_wait(self) -> float:
-        if not self.sequencer.held_back:
-            return super()._longest_wait()
-        return min(max(_POLL_S[0], _POLL * self._latest_s), _POLL_S[1])
+        return _POLL_S if self.sequencer.held_back else super()._longest_wait()
 
     def _drop(self, d: Drop) -> None:
         with self.stage.guard:

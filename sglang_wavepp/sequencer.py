@@ -6,7 +6,8 @@ It knows every committed request, what was planned for it and which waves are in
 * at most `run_ahead` waves are issued that the last stage has not acknowledged, and prefill waves only while
   stage 0's device has fewer than `LEAD` before it: the later they are planned, the more is known, and what
   arrives meanwhile, aborts and decode waves need not wait for them;
-* prefill and decode waves alternate while there is work for both; otherwise whichever has work runs. With
+* prefill and decode waves alternate while there is work for both; otherwise whichever has work runs. While a
+  prefill wave waits for the device, one decode wave of each group may go before it. With
   an `interval` of N (SGLang's `--prefill-decode-interval`), N decode waves have to follow each prefill wave
   before the next one, as long as `interval_rows` requests are decoding;
 * a planner (`mpu`) cuts the prompts of committed requests into prefill waves, first come, first served but
@@ -116,6 +117,8 @@ class Sequencer:
         self.paused = False
         self.held_back = False
         """The next prefill wave waits for stage 0's device."""
+        self._went_first = 0
+        """Decode waves that were issued meanwhile."""
         self.growth_requests: list[tuple[int, int]] = []
 
     @property
@@ -233,13 +236,15 @@ class Sequencer:
             return None
         if self._owed and len(self._groups) < max(1, self._interval_rows):
             self._owed = 0
-        self.held_back = queued >= LEAD and bool(self._unplanned) and not self._owed
+        waits = queued >= LEAD and self._went_first < self._groups.count
+        self.held_back = waits and bool(self._unplanned) and not self._owed
         kinds = (self._decode, self._prefill) if self._last_was_prefill else (self._prefill, self._decode)
         for kind in (self._decode,) if self._owed or self.held_back else kinds:
             decision = kind(digest)
             if decision is not None:
                 self._last_was_prefill = isinstance(decision, Prefill)
                 self._owed = self._interval if self._last_was_prefill else max(0, self._owed - 1)
+                self._went_first = self._went_first + 1 if self.held_back else 0
                 return decision
         return None
 
@@ -349,6 +354,8 @@ class Sequencer:
         seq = request.seq
         del self._live[seq]
         self._unplanned.pop(seq, None)
+        if self._turns is not None:
+            self._turns.gone(seq)
         self._leaving.pop(seq, None)
         if self._makes_room and self._makes_room[0] == seq:
             self._makes_room = None

@@ -191,15 +191,14 @@ class Stage:
             return
         schedule = get_schedule()
         budget = s.chunked_prefill_size if (s.chunked_prefill_size or 0) > 0 else s.max_prefill_tokens
-        self.planner = PLANNERS[config.planner](
-            WaveLimits(
-                stages=self.stages,
-                ring=self.run_ahead,
-                budget=budget,
-                align=s.page_size,
-                least=config.wave_floor,
-            )
+        limits = WaveLimits(
+            stages=self.stages,
+            ring=self.run_ahead,
+            budget=budget,
+            align=s.page_size,
+            least=config.wave_floor,
         )
+        self.planner = PLANNERS[config.planner](limits)
         leader = Leader(
             Limits(
                 stages=self.stages,
@@ -208,7 +207,7 @@ class Stage:
                 page=s.page_size,
                 reserve=config.decode_reserve,
                 block=self.block,
-                ahead=self.planner.ahead,
+                ahead=limits.ahead,
                 wave=budget,
                 round_bound=_ROUND_BOUND_S,
             ),

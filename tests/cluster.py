@@ -46,7 +46,7 @@ class Cluster:
     """P stages, their network and stage 0's planner, stepped in random order.
 
     pools: KV tokens of each stage. states: its recurrent slots, for a hybrid model. ahead: how much more than
-    the planner asks for may be committed before it is planned.
+    fills the ring may be committed before it is planned.
     """
 
     def __init__(
@@ -73,9 +73,8 @@ class Cluster:
         """Offers: they take another socket than what is decided about them."""
         trees = [ModelTree(pools[r], rows, page, states and states[r]) for r in range(stages)]
         self.stages = [SimStage(rank, self, tree) for rank, tree in enumerate(trees)]
-        self.planner = PLANNERS[planner](
-            WaveLimits(stages=stages, ring=2 * stages, budget=budget, align=page, least=budget // 4)
-        )
+        waves = WaveLimits(stages=stages, ring=2 * stages, budget=budget, align=page, least=budget // 4)
+        self.planner = PLANNERS[planner](waves)
         limits = Limits(
             stages=stages,
             pool=min(pools),
@@ -83,7 +82,7 @@ class Cluster:
             page=page,
             reserve=reserve,
             block=4 * page,
-            ahead=ahead * self.planner.ahead,
+            ahead=ahead * waves.ahead,
             wave=budget,
             round_bound=1e9,
         )

@@ -95,7 +95,7 @@ def test_short_prompts_pass_a_long_one_unless_their_rank_is_higher(ranks: tuple[
     for seed in range(6):
         cluster = Cluster(seed, stages=2, pools=[3000] * 2, rows=20, budget=BUDGET)
         long = tuple(range(10 * BUDGET))
-        assert len(long) > cluster.planner.ahead
+        assert len(long) > cluster.leader.limits.ahead
         cluster.submit(0, long, 1, ranks[0])
         cluster.ready()
         for seq in range(1, 4):

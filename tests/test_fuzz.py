@@ -242,7 +242,9 @@ def test_a_member_takes_any_message_or_ends_with_a_reason(message: Any) -> None:
 def _leader() -> Leader:
     """A leader with a request in a hold round, one that runs and grows, and one without hints."""
     leader = Leader(
-        Limits(stages=2, pool=200, running=4, page=1, reserve=4, block=4, ahead=100, round_bound=1e9),
+        Limits(
+            stages=2, pool=200, running=4, page=1, reserve=4, block=4, ahead=100, wave=100, round_bound=1e9
+        ),
         lambda: 0.0,
     )
     for seq in range(3):

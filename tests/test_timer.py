@@ -83,5 +83,6 @@ def test_a_device_without_timed_events_is_measured_by_the_host() -> None:
     for wave, counts in ((1, True), (2, False)):
         timer.start()
         timer.stop(wave, counts)
+        assert timer.queued == 0
     ((wave, took),) = timer.take()
     assert wave == 1 and took >= 0 and timer.take() == []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_wavepp.admission import Committed
-from sglang_wavepp.messages import Decode, Prefill
+from sglang_wavepp.loop import LeaderLoop
+from sglang_wavepp.messages import Decode, Drop, Prefill
 from sglang_wavepp.mpu import PLANNERS, WaveLimits
 from sglang_wavepp.mpu.packing import Pending, pack
 from sglang_wavepp.mpu.turns import Turns
@@ -58,21 +60,46 @@ def test_every_token_is_planned_once_in_full_waves(arrivals: list[tuple[int, int
         assert spans[-1].end == tokens
 
 
+def passed(made: Sequence[Sequence[Pending]], seq: int) -> int:
+    """Tokens of later requests that were planned before a request's last ones, once it was the oldest."""
+    flat = [span for wave in made for span in wave]
+    last = max(i for i, span in enumerate(flat) if span.seq == seq)
+    oldest = max((i + 1 for i, span in enumerate(flat) if span.seq < seq), default=0)
+    return sum(span.end - span.begin for span in flat[oldest:last] if span.seq > seq)
+
+
 @given(loads)
-def test_nobody_is_held_up_by_more_than_its_own_length_and_half_a_wave(
-    arrivals: list[tuple[int, int]],
-) -> None:
-    """Once it is the oldest."""
+def test_nobody_is_passed_by_more_than_its_own_tokens(arrivals: list[tuple[int, int]]) -> None:
     made = waves(arrivals)
-    begun = 0
     for seq, (_, tokens) in enumerate(arrivals):
-        flat = [span for wave in made for span in wave]
-        last = max(i for i, span in enumerate(flat) if span.seq == seq)
-        older = [i for i, span in enumerate(flat) if span.seq < seq]
-        begun = max(begun, *older, 0)  # from here on it is the oldest
-        passed = sum(s.end - s.begin for s in flat[begun + 1 : last] if s.seq > seq)
-        assert passed <= tokens + WAVE // 2
-        begun = max(begun, last)
+        assert passed(made, seq) <= max(0, tokens - WAVE // 2)
+
+
+@pytest.mark.parametrize("crumb", [1, 4, 7])
+def test_many_short_ones_pass_as_long_as_they_may(crumb: int) -> None:
+    """For the last wave's tokens nobody passes. The second long one is passed by no more than the first."""
+    many = [(0, crumb)] * 300
+    assert 3 * WAVE - crumb <= passed(waves([(0, 4 * WAVE), *many]), 0) <= 4 * WAVE - WAVE // 2
+    later = [(7, crumb)] * 300
+    assert passed(waves([(0, 8 * WAVE), (0, 4 * WAVE), *later]), 1) <= 4 * WAVE - WAVE // 2
+
+
+def test_waves_of_short_ones_alone_count_as_much_as_those_of_the_long_one() -> None:
+    turns = Turns(WAVE)
+    long, short = Pending(0, 0, 10 * WAVE), Pending(1, 0, 1)
+    assert next(iter(turns.order([long, short]))) == short
+    turns.planned([Pending(0, 0, WAVE)])
+    left = Pending(0, WAVE, 10 * WAVE)
+    alone = 0
+    while next(iter(turns.order([left, short]))) == short:
+        turns.planned([short])
+        alone += 1
+    assert alone == 2  # for a whole wave of its own, and for the half that is free
+
+
+def test_half_as_long_is_short() -> None:
+    assert order(waves([(0, 8 * WAVE), (3, 2 * WAVE)])) == [1, 0]
+    assert order(waves([(0, 4 * WAVE), (0, 2 * WAVE + 1)])) == [0, 1]
 
 
 @given(st.integers(1, 12 * WAVE), st.integers(1, 8))
@@ -95,6 +122,8 @@ def test_one_of_a_lower_rank_is_not_passed_by_one_of_a_higher() -> None:
     arrivals = [(0, 4 * WAVE), (0, 4), (0, 4)]
     assert order(waves(arrivals, ranks=[1, 2, 1])) == [2, 0, 1]
     assert order(waves(arrivals, ranks=[1, 0, 1])) == [1, 2, 0]
+    # Nor by one that passes another one.
+    assert order(waves([(0, 8 * WAVE), (0, 6 * WAVE), (0, 4)], ranks=[5, 0, 5])) == [0, 1, 2]
 
 
 def _sequencer() -> Sequencer:
@@ -130,3 +159,47 @@ def test_decode_waves_are_not_held_back_by_the_device() -> None:
     assert isinstance(sequencer.next(0, LEAD), Decode) and sequencer.held_back
     assert sequencer.next(0, LEAD) is None and sequencer.held_back
     assert isinstance(sequencer.next(0, LEAD - 1), Prefill)
+
+
+def test_a_request_that_comes_back_begins_anew() -> None:
+    sequencer = _sequencer()
+    _commit(sequencer, 0, 12 * WAVE)
+    for _ in range(4):
+        wave = sequencer.next(0)
+        assert isinstance(wave, Prefill)
+        sequencer.output(wave.wave, sequencer.join_group(wave.wave), [])
+    sequencer.drop(0, retract=True)
+    assert isinstance(sequencer.next(0), Drop)
+    _commit(sequencer, 0, 12 * WAVE)
+    for seq in range(1, 13):
+        _commit(sequencer, seq, 4)
+    wave = sequencer.next(0)
+    assert isinstance(wave, Prefill)
+    assert [(s.seq, s.end - s.begin) for s in wave.spans] == [(1, 4), (2, 4), (0, WAVE // 2)]
+
+
+def test_decode_waves_do_not_keep_a_prompt_from_being_planned() -> None:
+    """Each group may have one wave while it waits for the device, however many wait there."""
+    sequencer = _sequencer()
+    for seq in range(2):
+        _commit(sequencer, seq, 4)
+        assert isinstance(sequencer.next(0), Prefill)
+    for wave in range(2):
+        sequencer.output(wave, wave, [])
+    _commit(sequencer, 2, 6 * WAVE)
+    kinds = []
+    for _ in range(6):
+        decision = sequencer.next(0, LEAD)
+        kinds.append(type(decision))
+        if isinstance(decision, Decode):
+            sequencer.output(decision.wave, decision.group, [])
+    assert kinds == [Decode, Decode, Prefill] * 2
+
+
+def test_a_held_back_loop_looks_again_soon() -> None:
+    loop = LeaderLoop.__new__(LeaderLoop)
+    loop.sequencer = _sequencer()
+    assert loop._longest_wait() == 1.0
+    _commit(loop.sequencer, 0, WAVE)
+    assert loop.sequencer.next(0, LEAD) is None
+    assert loop._longest_wait() < 0.01
