@@ -32,7 +32,7 @@ class WaveLimits:
 
     @property
     def ahead(self) -> int:
-        """With so many committed tokens that no wave was planned for admission waits: as fill the ring.
+        """Committed tokens without a wave, at which admission waits: as many as fill the ring.
 
         With fewer the prefixes of those that are next could be evicted; what waits longer may reuse more. Of
         four waves at least, so that short prompts find room behind long ones: see `admission.Limits`.

@@ -59,7 +59,7 @@ class WaveTimer:
 
     @property
     def queued(self) -> int:
-        """Waves that count and were launched, but have not begun. Without events launches take their time."""
+        """Waves that were launched and have not begun. 0 without events: a launch lasts as long as a wave."""
         return max(0, sum(not end.query() for *_, end in self._pending) - 1)
 
     def take(self) -> list[tuple[int, int]]:
