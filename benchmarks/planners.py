@@ -30,7 +30,9 @@ def measure(planner: str, requests: int, suffix: tuple[int, int], waves: int) ->
     draw = random.Random(1)
     limits = WaveLimits(stages=STAGES, ring=2 * STAGES, budget=16384, align=64, least=1024)
     made = PLANNERS[planner](limits)
-    sequencer = Sequencer(planner=made, run_ahead=2 * STAGES, groups=STAGES, growth=512, rows=128, wave=16384)
+    sequencer = Sequencer(
+        planner=made, run_ahead=2 * STAGES, groups=STAGES, growth=512, rows=128, wave=limits.budget
+    )
     plan: list[float] = []
     observe: list[float] = []
     seq = live = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -66,7 +67,7 @@ class PipelineServer:
             groups=stages,
             growth=options.reserve,
             rows=options.rows,
-            wave=0 if options.late else options.budget,
+            wave=sys.maxsize if options.late else options.budget,
         )
         pool = profile.kv_tokens or ENDLESS
         self.store = PrefixStore(pool, options.running, options.page)

@@ -22,6 +22,7 @@ It knows every committed request, what was planned for it and which waves are in
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable
 
 from sglang_wavepp.admission import Committed
@@ -76,7 +77,7 @@ class Sequencer:
         groups: decode groups, one for each stage of the pipeline.
         growth: tokens that a growth asks for.
         rows: requests in a prefill wave at most; decode groups have more only if there are too few of them.
-        wave: tokens of the largest prefill wave. Prompts with more left let short ones pass; 0: none does.
+        wave: tokens of the largest prefill wave. Prompts with more left let short ones pass.
         interval: decode waves that follow a prefill wave before the next one; 0: alternate where possible.
         interval_rows: with fewer requests decoding, the interval does not count.
     """
@@ -89,7 +90,7 @@ class Sequencer:
         groups: int,
         growth: int,
         rows: int,
-        wave: int = 0,
+        wave: int = sys.maxsize,
         interval: int = 0,
         interval_rows: int = 0,
     ) -> None:
@@ -101,7 +102,7 @@ class Sequencer:
         self._live: dict[int, Live] = {}
         self._unplanned: dict[int, Pending] = {}
         """What no wave was planned for yet, by request, first come first."""
-        self._turns = Turns(wave, lambda seq: self._live[seq].rank) if wave else None
+        self._turns = Turns(wave, lambda seq: self._live[seq].rank)
         self._leaving: dict[int, str] = {}
         """Requests that go when none of their waves is in flight: "abort" or "retract"."""
         self._makes_room: tuple[int, int] | None = None
@@ -285,14 +286,11 @@ class Sequencer:
         pending: Iterable[Pending] = self._unplanned.values()
         if self._leaving:
             pending = [p for p in pending if p.seq not in self._leaving]
-        if self._turns is not None:
-            pending = self._turns.order(pending)
         ring = [self._loads[wave] for wave, (group, _) in self._waves.items() if group < 0]
-        spans = self._planner.spans(pending, self._rows, ring)
+        spans = self._planner.spans(self._turns.order(pending), self._rows, ring)
         if not spans:
             return None
-        if self._turns is not None:
-            self._turns.planned(spans)
+        self._turns.planned(spans)
         rows = []
         for seq, _, end in spans:
             request = self._live[seq]
@@ -354,8 +352,7 @@ class Sequencer:
         seq = request.seq
         del self._live[seq]
         self._unplanned.pop(seq, None)
-        if self._turns is not None:
-            self._turns.gone(seq)
+        self._turns.gone(seq)
         self._leaving.pop(seq, None)
         if self._makes_room and self._makes_room[0] == seq:
             self._makes_room = None

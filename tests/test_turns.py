@@ -58,6 +58,10 @@ def test_every_token_is_planned_once_in_full_waves(arrivals: list[tuple[int, int
         spans = [span for wave in made for span in wave if span.seq == seq]
         assert [span.begin for span in spans] == [0, *(span.end for span in spans[:-1])]
         assert spans[-1].end == tokens
+    for number, wave in enumerate(made):
+        later = [span for more in made[number + 1 :] for span in more]
+        full = sum(span.end - span.begin for span in wave) == WAVE
+        assert full or all(arrivals[span.seq][0] > number for span in later)
 
 
 def passed(made: Sequence[Sequence[Pending]], seq: int) -> int:
