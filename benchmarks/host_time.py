@@ -1,10 +1,12 @@
 """CPU time of the schedulers' loops, by what they do: WavePP beside stock SGLang, on emulated devices.
 
-    python -m benchmarks.host_time [--tokens 131072] [--cached 117952] [--requests 8] [--json]
+    python -m benchmarks.host_time [--tokens 131072] [--cached 117952] [--requests 8] [--rounds 3] [--json]
 
-A two-stage server each, the same prompts, all but their ends cached. Every function in `ITEMS` counts the CPU
-time of its thread without that of other ones among them which it calls. Waiting is no CPU time, so neither
-the length of the waves nor other processes matter. Two tables: the loop of each stage, and its other threads.
+A two-stage server each, in turn, the same prompts, all but their ends cached. Every function in `ITEMS` counts
+the CPU time of its thread without that of other ones among them which it calls. Waiting is no CPU time, so
+neither the length of the waves nor other processes matter. Page faults do: where the allocator gives memory
+back and takes it again, the kernel's work falls on whichever item touches it first. Two tables, medians of the
+rounds: the loop of each stage, and its other threads.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import functools
 import json
 import os
 import random
+import resource
+import statistics
 import sys
 import tempfile
 import threading
@@ -101,10 +105,12 @@ class _Clock:
 
     def _tell(self) -> None:
         """All counts so far, replaced at once."""
+        here = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         told = {
             "waves": self._waves,
             "loop": {**self._spent[True], "all": time.thread_time()},
             "others": {**self._spent[False], "all": time.process_time() - time.thread_time()},
+            "faults": {"loop": here, "others": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - here},
         }
         new = self._file.with_suffix(".new")
         new.write_text(json.dumps(told))
@@ -120,7 +126,7 @@ def counts(folder: Path) -> list[dict[str, Any]]:
 
 
 def measure(wavepp: bool, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Per stage: waves, and milliseconds a request by thread and item."""
+    """Per stage: waves, page faults a request by thread, milliseconds a request by thread and item."""
     env = make_plugin(folder, "benchmarks.host_time") | {_FOLDER: str(folder)}
     model = make_model(folder / "model", "emulated", layers=2, context=args.tokens + 64)
     draw = random.Random(1)
@@ -162,6 +168,10 @@ def measure(wavepp: bool, args: argparse.Namespace, folder: Path) -> list[dict[s
     return [
         {
             "waves": b["waves"] - a["waves"] - 1,
+            "faults": {
+                thread: (faults - a["faults"][thread]) / args.requests
+                for thread, faults in b["faults"].items()
+            },
             **{
                 thread: {
                     item: 1e3 * (value - a[thread].get(item, 0.0)) / args.requests
@@ -174,6 +184,17 @@ def measure(wavepp: bool, args: argparse.Namespace, folder: Path) -> list[dict[s
     ]
 
 
+def median(rounds: list[Any]) -> Any:
+    """The median of each number in values of the same shape; 0 where a round lacks one."""
+    first = rounds[0]
+    if isinstance(first, list):
+        return [median(list(values)) for values in zip(*rounds, strict=True)]
+    if isinstance(first, dict):
+        keys = dict.fromkeys(key for values in rounds for key in values)
+        return {key: median([values.get(key, 0.0) for values in rounds]) for key in keys}
+    return statistics.median(rounds)
+
+
 def table(found: dict[str, list[dict[str, Any]]], thread: str) -> str:
     """Milliseconds a request, a row an item, and a column for each system and stage."""
     columns = [(name, stage) for name, stages in found.items() for stage in range(len(stages))]
@@ -182,8 +203,9 @@ def table(found: dict[str, list[dict[str, Any]]], thread: str) -> str:
         values = [found[name][stage][thread].get(item, 0.0) for name, stage in columns]
         if any(value >= 0.005 for value in values):
             lines.append(f"{item:<22}" + "".join(f"{value:>12.2f}" for value in values))
-    waves = "".join(f"{found[name][stage]['waves']:>12}" for name, stage in columns)
-    return "\n".join([*lines, f"{'waves':<22}{waves}"])
+    faults = "".join(f"{found[name][stage]['faults'][thread]:>12.0f}" for name, stage in columns)
+    waves = "".join(f"{found[name][stage]['waves']:>12.0f}" for name, stage in columns)
+    return "\n".join([*lines, f"{'page faults':<22}{faults}", f"{'waves':<22}{waves}"])
 
 
 def main() -> None:
@@ -195,13 +217,17 @@ def main() -> None:
     parser.add_argument("--cached", type=int, default=117_952, help="tokens of it that are cached")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a wave at most")
     parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3, help="(3)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name in ("stock", "wavepp"):
-        with tempfile.TemporaryDirectory() as folder:
-            found[name] = measure(name == "wavepp", args, Path(folder))
-        print(f"{name}: measured", file=sys.stderr)
+    systems = ("stock", "wavepp")
+    rounds: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in systems}
+    for number in range(args.rounds):
+        for name in systems if number % 2 == 0 else systems[::-1]:
+            with tempfile.TemporaryDirectory() as folder:
+                rounds[name].append(measure(name == "wavepp", args, Path(folder)))
+            print(f"{name}, round {number}: measured", file=sys.stderr)
+    found = {name: median(values) for name, values in rounds.items()}
     if args.json:
         print(json.dumps(found))
         return

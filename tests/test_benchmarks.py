@@ -124,10 +124,19 @@ def test_host_time_is_counted_once_and_by_thread(tmp_path: Path) -> None:
     assert loop["match and lock"] >= 0.02 and loop["launch"] >= 0.01 and "make a request" not in loop
     assert loop["launch"] + loop["match and lock"] <= loop["all"]
     assert others["make a request"] >= 0.02 and "launch" not in others
-    found = {"stock": [{"waves": 8, "loop": {"launch": 1.5, "all": 2.0}, "others": {}}]}
+    assert told["faults"]["loop"] > 0
+
+
+def test_host_time_tells_the_median_of_its_rounds() -> None:
+    def round_of(launch: float, faults: int) -> list[dict[str, Any]]:
+        loop = {"launch": launch, "all": 2.0} if launch else {"all": 2.0}
+        return [{"waves": 8, "faults": {"loop": faults}, "loop": loop, "others": {}}]
+
+    found = {"stock": host_time.median([round_of(1.5, 70), round_of(0.0, 50), round_of(1.25, 512)])}
     assert host_time.table(found, "loop").splitlines() == [
         "ms a request               stock 0",
-        "launch                        1.50",
+        "launch                        1.25",
         "all                           2.00",
+        "page faults                     70",
         "waves                            8",
     ]
