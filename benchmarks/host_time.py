@@ -2,11 +2,11 @@
 
     python -m benchmarks.host_time [--tokens 131072] [--cached 117952] [--requests 8] [--rounds 3] [--json]
 
-A two-stage server each, in turn, the same prompts, all but their ends cached. Every function in `ITEMS` counts
-the CPU time of its thread without that of other ones among them which it calls. Waiting is no CPU time, so
-neither the length of the waves nor other processes matter. Page faults do: where the allocator gives memory
-back and takes it again, the kernel's work falls on whichever item touches it first. Two tables, medians of the
-rounds: the loop of each stage, and its other threads.
+A two-stage server each, in turn, the same prompts, all but their ends cached. Every function in `ITEMS`
+counts the CPU time of its thread without that of other ones among them which it calls. Waiting is no CPU
+time, so neither the length of the waves nor other processes matter. Page faults do: where the allocator gives
+memory back and takes it again, the kernel's work falls on whichever item touches it first. Two tables,
+medians of the rounds: the loop of each stage, and its other threads.
 """
 
 from __future__ import annotations

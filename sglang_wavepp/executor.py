@@ -17,6 +17,7 @@ from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillSta
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 from sglang.srt.observability.req_time_stats import set_time_batch
+from sglang.srt.utils.common import async_h2d
 
 from sglang_wavepp.codec import decode_outputs, encode_outputs
 from sglang_wavepp.errors import DivergenceError, ProtocolError
@@ -60,7 +61,9 @@ class _Wave:
     computed: list[tuple[int, int]]
     """Prompt tokens that its requests have computed with it: (seq, tokens)."""
     proxy: PPProxyTensors | None = None
-    """Its input activations: kept until the outputs came, since the device reads them from another stream."""
+    """Its input activations: kept until the device is through, which reads them on another stream."""
+    launched: Any = None
+    """The event behind it on the device."""
 
 
 class Executor:
@@ -188,6 +191,9 @@ class Executor:
 
     def receive(self, wave: int) -> PPProxyTensors | None:
         """Wait for the activations of a wave from the previous stage; None on stage 0. Without the guard."""
+        for run in self._waves.values():
+            if run.proxy is not None and run.launched is not None and run.launched.query():
+                run.proxy = None
         proxy = self._s._pp_recv_proxy_tensors()
         if proxy is not None:
             got = proxy.tensors.pop(WAVE_KEY, None)
@@ -202,6 +208,7 @@ class Executor:
         result, self._s.launch_event = self._s._pp_launch_batch(
             wave, batch, proxy, self._metadata, self._sampled
         )
+        self._waves[wave].launched = self._s.launch_event
         if self._s.pp_group.is_last_rank:
             self._sampled_waves.append((wave, started))
         return result
@@ -226,16 +233,16 @@ class Executor:
 
     # --- outputs -----------------------------------------------------------------------------
 
-    def sampled(self, wait: bool) -> WaveDone | None:
-        """Last stage: the oldest wave whose outputs are ready, or with `wait` the oldest there is."""
-        if not self._sampled:
+    @property
+    def awaited(self) -> Any | None:
+        """Last stage: the device's event behind the oldest wave whose outputs were not taken yet."""
+        return self._sampled[0][0] if self._sampled else None
+
+    def sampled(self) -> WaveDone | None:
+        """Last stage: the oldest wave, if its outputs are ready."""
+        if not self._sampled or not self._sampled[0][0].query():
             return None
-        event, outputs = self._sampled[0]
-        if wait:
-            event.synchronize()
-        elif not event.query():
-            return None
-        self._sampled.popleft()
+        _, outputs = self._sampled.popleft()
         wave, started = self._sampled_waves.popleft()
         elapsed = int((time.perf_counter() - started) * 1e6)
         run = self._waves[wave]
@@ -243,8 +250,10 @@ class Executor:
         carries_more = any(k != "next_token_ids" for k in tensors)
         if len(run.unfinished) == len(run.batch.reqs) and not carries_more:
             return WaveDone(wave, elapsed, [], b"")
-        extra = encode_outputs(tensors) if carries_more else b""
-        return WaveDone(wave, elapsed, tensors["next_token_ids"].tolist(), extra)
+        # The loop's own stream waits for the activations of whatever was launched since.
+        with self._s.copy_stream_ctx:
+            extra = encode_outputs(tensors) if carries_more else b""
+            return WaveDone(wave, elapsed, tensors["next_token_ids"].tolist(), extra)
 
     def output(self, wave: int, group: int, tokens: list[int], extra: bytes) -> list[int]:
         """Apply what a wave sampled, the same way on every stage. Returns the requests that ended with it."""
@@ -256,10 +265,10 @@ class Executor:
             tokens = [0] * len(batch.reqs)  # SGLang wants a row each; nobody reads them
         if len(tokens) != len(batch.reqs):
             raise ProtocolError(f"wave {wave} has {len(batch.reqs)} rows, the last stage sent {len(tokens)}")
-        ids = torch.tensor(tokens, dtype=torch.int64)
-        outputs = {**decode_outputs(extra), "next_token_ids": ids.to(s.device)}
+        outputs = decode_outputs(extra)
+        outputs["next_token_ids"] = async_h2d(tokens, dtype=torch.int64, device=s.device)
         result = s._pp_prep_batch_result(batch, metadata, PPProxyTensors(outputs))
-        result.next_token_ids = ids
+        result.next_token_ids = torch.tensor(tokens, dtype=torch.int64)
         if result.logits_output is not None and result.logits_output.sampling_mask_output is not None:
             result.copy_done = s.device_module.Event()
             result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=False)

@@ -27,6 +27,7 @@ _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _REQ = "sglang.srt.managers.schedule_batch.Req"
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
 HOOKS: dict[str, str] = {
@@ -40,6 +41,7 @@ HOOKS: dict[str, str] = {
     "sglang.srt.mem_cache.registry.create_unified_radix_cache": "_use_wave_cache",
     f"{_POOLS}._apply_token_constraints": "_own_pool",
     "sglang.srt.utils.common.get_available_gpu_memory": "_own_memory",
+    f"{_GRAPHS}.load_batch": "_stage_one_at_a_time",
 }
 """Hooked function -> the AROUND hook in this module."""
 
@@ -81,8 +83,12 @@ RELIED_ON: tuple[str, ...] = (
     "sglang.srt.mem_cache.common.checkpoint_kv_cache",
     "sglang.srt.mem_cache.common.release_kv_cache",
     "sglang.srt.mem_cache.allocation.alloc_for_extend",
+    "sglang.srt.utils.common.async_h2d",
 )
 """SGLang functions that WavePP calls with knowledge of their inside."""
+
+PLANNED_ON_DEVICE = frozenset({"fa3", "fa4", "flashmla", "triton", "trtllm_mha", "trtllm_mla"})
+"""Attention backends that stage nothing on the host for a decode graph."""
 
 
 # --- installing and checking -----------------------------------------------------------------
@@ -259,6 +265,24 @@ def _use_wave_cache(original: Callable[..., Any], ctx: Any, *, cache_class: Any 
     from sglang_wavepp.radix.tree import WaveRadixCache
 
     return original(ctx, cache_class=cache_class or WaveRadixCache)
+
+
+def _stage_one_at_a_time(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Decode graphs share the host memory that backends such as FlashInfer stage their plan in.
+
+    The device reads it when it comes to the wave. Stock SGLang launches no second decode wave before that.
+    """
+    import torch
+
+    model = runner.model_runner
+    if model.decode_attention_backend_str in PLANNED_ON_DEVICE:
+        return original(runner, *args, **kwargs)
+    if (staged := getattr(runner, "wavepp_staged", None)) is not None:
+        staged.synchronize()
+    result = original(runner, *args, **kwargs)
+    runner.wavepp_staged = torch.get_device_module(model.device).Event()
+    runner.wavepp_staged.record()
+    return result
 
 
 if __name__ == "__main__":

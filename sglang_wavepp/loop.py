@@ -19,6 +19,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_wavepp.admission import Committed
 from sglang_wavepp.codec import decode_request, encode_control
+from sglang_wavepp.device_watch import DeviceWatch
 from sglang_wavepp.errors import DivergenceError
 from sglang_wavepp.executor import Executor
 from sglang_wavepp.log import DecisionLog
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 _IDLE_HOUSEKEEPING_S = 5.0
 _POLL_S = 0.005
 """Stage 0 looks so often whether its device has begun another wave, which does not say so by itself."""
+_COLD = 5
+"""So many times the usual patience has a stage until the first wave is through: kernels may be compiled."""
 
 
 class Progress:
@@ -54,6 +57,8 @@ class Progress:
         """A control operation that may take minutes, such as a weight load."""
         self.stages = 1
         """How many stages work for it one after the other."""
+        self.patience = 1
+        """So many times longer than usual it may take."""
 
     def at(self, doing: str, long: bool = False, stages: int = 1) -> None:
         """The loop begins something."""
@@ -72,6 +77,7 @@ class StageLoop:
         self.log = DecisionLog(stage.rank, stage.recorder())
         self.executor = Executor(stage.scheduler, stage.member, stage.stages)
         self.progress = Progress()
+        self.progress.patience = _COLD
         learns = stage.rank == 0 or stage.config.planner == "timed"
         self._timer = WaveTimer(self.s.device_module, self.s.forward_stream) if learns else None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -104,7 +110,8 @@ class StageLoop:
 
     def _wait(self) -> None:
         """Nothing to do: housekeeping if the stage is idle, then sleep on the inbox."""
-        idle = not self.executor.live
+        computes = self.executor.awaited is not None
+        idle = not self.executor.live and not computes
         if idle and self._inbox.empty():
             now = time.monotonic()
             if now - self._checked_idle > _IDLE_HOUSEKEEPING_S or not self.s._sched_idled:
@@ -114,7 +121,9 @@ class StageLoop:
                 self.s._sched_idled = True
                 with self.stage.guard:
                     self.s.on_idle()
-        self.progress.at("")
+        doing = "waiting for the device" if computes else ""
+        if self.progress.doing != doing:
+            self.progress.at(doing)
         self._take(_IDLE_HOUSEKEEPING_S if idle else self._longest_wait())
 
     def _longest_wait(self) -> float:
@@ -126,7 +135,6 @@ class StageLoop:
         p.at(f"preparing wave {d.wave}")
         with self.stage.guard:
             batch = e.prepare_prefill(d) if isinstance(d, Prefill) else e.prepare_decode(d)
-        self._settle_sends(d.wave - self.stage.run_ahead)
         if self.stage.rank:
             before = self.stage.rank
             p.at(f"waiting for the activations of wave {d.wave} from stage {before - 1}", stages=before)
@@ -153,6 +161,11 @@ class StageLoop:
         """This stage took so long for waves: (wave, microseconds)."""
         raise NotImplementedError
 
+    def _through(self, wave: int) -> None:
+        """All stages are through with a wave, and so with those before it."""
+        self.progress.patience = 1
+        self._settle_sends(wave)
+
     def _settle_sends(self, upto: int | None) -> None:
         """Let go of the buffers of waves up to `upto` (None: all). They were received long ago."""
         while self._sends and (upto is None or self._sends[0][0] <= upto):
@@ -178,23 +191,31 @@ class StageLoop:
 class MemberLoop(StageLoop):
     """Stages 1 to P-1: apply the log, decide nothing."""
 
+    def __init__(self, stage: Any) -> None:
+        super().__init__(stage)
+        self._watch = DeviceWatch(lambda: self.post(self._send_outputs))
+        self._watched: Any = None
+
     def run(self) -> None:
-        last = self.s.pp_group.is_last_rank
         while not self.s.gracefully_exit:
             if not self._take(0):
-                self.progress.at("waiting for the device")
-                if last and (done := self.executor.sampled(wait=True)) is not None:
-                    self.stage.wave.send(done)
-                else:
-                    self._wait()
+                self._wait()
 
     def entries(self, first: int, entries: list[bytes]) -> None:
         """Apply consecutive log entries."""
         for i, entry in enumerate(entries):
             self._apply(self.log.read(first + i, entry))
-            if self.s.pp_group.is_last_rank:
-                while (done := self.executor.sampled(wait=False)) is not None:
-                    self.stage.wave.send(done)
+            self._send_outputs()
+
+    def _send_outputs(self) -> None:
+        """Last stage: send what the device is through with, and be called again for the next wave."""
+        while (done := self.executor.sampled()) is not None:
+            self.stage.wave.send(done)
+        event = self.executor.awaited
+        if event is not self._watched:
+            self._watched = event
+            if event is not None:
+                self._watch.wait_for(event)
 
     def _apply(self, d: Decision) -> None:
         if isinstance(d, Prefill | Decode):
@@ -208,6 +229,7 @@ class MemberLoop(StageLoop):
                     self.executor.commit(d)
                 elif isinstance(d, Output):
                     self.executor.apply_output(d)
+                    self._through(d.wave)
                 elif isinstance(d, Drop):
                     self.executor.drop(d)
                 freed = self.stage.member.freed()
@@ -270,6 +292,7 @@ class LeaderLoop(StageLoop):
         with self.stage.guard:
             finished = self.executor.output(done.wave, group, done.tokens, done.extra)
             freed = self.stage.member.freed()
+        self._through(done.wave)
         for seq in finished:
             self._aborts.pop(seq, None)
         self._append(Output(done.wave, group, done.tokens, finished, done.extra))

@@ -12,6 +12,7 @@ TESTED: dict[str, dict[str, str]] = {
         "sglang.srt.mem_cache.registry.create_unified_radix_cache": "efaffb4ac2d8b578",
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._apply_token_constraints": "882ff8108135390d",
         "sglang.srt.utils.common.get_available_gpu_memory": "7032c4b3bc720265",
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch": "46e04695c1831096",
         "sglang.srt.managers.scheduler.Scheduler.handle_generate_request": "2840bc4fc6926db0",
         "sglang.srt.managers.scheduler.Scheduler._handle_generate_request": "d5f35dab817d0b8c",
         "sglang.srt.managers.scheduler.Scheduler.retire_unadmitted_request": "659573e8a6e7f366",
@@ -49,5 +50,6 @@ TESTED: dict[str, dict[str, str]] = {
         "sglang.srt.mem_cache.common.checkpoint_kv_cache": "61d4ff19b3d53de6",
         "sglang.srt.mem_cache.common.release_kv_cache": "90e19434d1fa8c22",
         "sglang.srt.mem_cache.allocation.alloc_for_extend": "79929fe4dbc6fcec",
+        "sglang.srt.utils.common.async_h2d": "7c1030fbc9449466",
     },
 }

@@ -12,6 +12,11 @@ import time
 from collections import deque
 from typing import Any
 
+_BUSY = 1.1
+_PREPARES_MS = 0.5
+"""What lies between two waves of a busy device: `_BUSY` times a wave's time and this after the end of the one
+before, a wave is through. Inputs are made ready on the device, too."""
+
 
 class WaveTimer:
     """Times launches. Used by the wave loop alone; nothing here waits.
@@ -68,7 +73,7 @@ class WaveTimer:
             wave, behind_nothing, start, before, end = self._pending.popleft()
             took = start.elapsed_time(end)
             since = math.inf if before is None else before.elapsed_time(end)
-            if behind_nothing or since <= took:
+            if behind_nothing or since <= _BUSY * took + _PREPARES_MS:
                 self._ready.append((wave, round(min(took, since) * 1e3)))
         taken, self._ready = self._ready, []
         return taken

@@ -84,7 +84,9 @@ class Wave:
 
     def _main(self) -> None:
         try:
-            with DynamicGradMode():
+            scheduler = self.stage.scheduler
+            # A lease inside a node splits it: slots are copied on the device, in order with the loop's work.
+            with DynamicGradMode(), scheduler.device_module.StreamContext(scheduler.schedule_stream):
                 poller = zmq.Poller()
                 for source in (self._plane.control, self._plane.bulk, self.mail.fd, *self.watch.fds):
                     poller.register(source, zmq.POLLIN)
@@ -190,7 +192,8 @@ class Wave:
     def _check_loop(self, now: float) -> None:
         loop = self.stage.loop.progress
         stuck = now - max(loop.since, self._resumed)
-        if loop.doing and not loop.long and stuck > self.stage.config.stall_timeout * loop.stages:
+        limit = self.stage.config.stall_timeout * loop.patience * loop.stages
+        if loop.doing and not loop.long and stuck > limit:
             raise ProtocolError(f"its loop has made no progress for {stuck:.0f} s: it is {loop.doing}")
 
     def _saw(self, rank: int, message: Message | None = None) -> None:

@@ -161,7 +161,8 @@ class LeaderWave(Wave):
         if not loop.sequencer.in_flight or self._control_running or said != self._moved[1]:
             self._moved = (now, said)
         still = now - max(self._moved[0], self._resumed)
-        if still > self.stage.config.stall_timeout + self.stage.config.heartbeat_timeout:
+        config = self.stage.config
+        if still > config.stall_timeout * loop.progress.patience + config.heartbeat_timeout:
             stages = "; ".join(f"stage {rank} is {what}" for rank, what in said.items())
             raise ProtocolError(f"waves are under way, but no stage has moved for {still:.0f} s: {stages}")
 

@@ -11,6 +11,7 @@ import threading
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 

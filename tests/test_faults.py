@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import requests
+import torch
 from conftest import eventually, start, statistics
 
 from sglang_wavepp.admission import Limits
@@ -426,7 +427,11 @@ class Watched:
                 executor=SimpleNamespace(live=0),
             ),
             scheduler=SimpleNamespace(
-                ipc_channels=idle, _engine_paused=False, _poll_timeout_aborts=lambda: []
+                ipc_channels=idle,
+                _engine_paused=False,
+                _poll_timeout_aborts=lambda: [],
+                device_module=torch.cpu,
+                schedule_stream=torch.cpu.Stream(),
             ),
         )
 
@@ -509,6 +514,32 @@ def test_a_death_is_noticed_also_while_the_loop_keeps_the_guard(
         stage.peer.kill()
         why = stage.reason.result(BOUND)
     assert why == f"the process of stage {1 - rank} (pid {stage.peer.pid}) is gone"
+
+
+def test_what_the_wave_thread_does_on_the_device_is_in_order_with_the_loop(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease inside a node splits it: slots are copied on the current stream, which is a thread's own."""
+    entered: Future[tuple[str, object]] = Future()
+
+    @contextlib.contextmanager
+    def context(stream: object) -> Iterator[None]:
+        entered.set_result((threading.current_thread().name, stream))
+        yield
+
+    monkeypatch.setattr(torch.cpu, "StreamContext", context)
+    stage = watched(1)
+    assert entered.result(BOUND) == ("WAVE", stage.wave.stage.scheduler.schedule_stream)
+
+
+def test_the_first_wave_may_compile_kernels(watched: Callable[..., Watched]) -> None:
+    stage = watched(1, stall_timeout=0.5)
+    began = time.monotonic()
+    stage.progress.patience = 5
+    stage.progress.at("running wave 0")
+    why = stage.ends(lambda: "")
+    assert time.monotonic() - began > 2.5
+    assert why.endswith("s: it is running wave 0"), why
 
 
 def test_a_late_stage_of_a_long_pipeline_waits_for_all_before_it(watched: Callable[..., Watched]) -> None:

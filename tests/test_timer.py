@@ -68,14 +68,15 @@ def test_waves_behind_the_first_that_is_not_through_have_not_begun() -> None:
 def test_what_an_idle_device_took_may_be_left_out() -> None:
     timer = WaveTimer(DEVICE, "forward")
     Event.made.clear()
-    for wave in (1, 2, 3):
+    for wave in (1, 2, 3, 4):
         timer.start()
         timer.stop(wave, True, behind_nothing=False)
-    first, end1, second, end2, third, end3 = Event.made
+    first, end1, second, end2, third, end3, fourth, end4 = Event.made
     first.at, end1.at = 0.0, 9.0
     second.at, end2.at = 5.0, 16.0
     third.at, end3.at = 20.0, 29.0
-    assert timer.take() == [(2, 7000)]
+    fourth.at, end4.at = 29.4, 38.0  # the device made its input ready in between
+    assert timer.take() == [(2, 7000), (4, 8600)]
 
 
 def test_a_device_without_timed_events_is_measured_by_the_host() -> None:
