@@ -140,7 +140,8 @@ OPTIONS: Mapping[str, Option] = {
     "block_size": Option("Tokens in a block of the index of reusable prefixes.", positive_int, "TOKENS"),
     "stall_timeout": Option(
         "End the server if a stage makes no progress on a wave for this long. Waiting for activations may "
-        "take as long for each stage before it.",
+        "take as long for each stage before it, and the first wave, for which kernels may be compiled, five "
+        "times as long.",
         seconds,
         "SECONDS",
     ),

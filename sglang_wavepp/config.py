@@ -29,7 +29,8 @@ class WavePPConfig:
     block_size: int = 64
     """Tokens per block of the hint index."""
     stall_timeout: float = 120.0
-    """The server ends if a stage's loop makes no progress on a logged wave for this long."""
+    """The server ends if a stage's loop makes no progress on a logged wave for this long; the first wave may
+    take five times as long."""
     heartbeat_timeout: float = 20.0
     """The server ends if a stage's rounds plane is silent for this long."""
     handshake_timeout: float = 120.0

@@ -10,13 +10,15 @@ from typing import Any
 
 
 class DeviceWatch:
-    """A thread that sleeps on device events, one after the other. It ends with the process.
+    """A thread that waits for device events, one after the other. It ends with the process.
 
     Args:
-        through: called from that thread, once for each event.
+        device: torch's module of the device (`torch.cuda`, ...); its current device is that of the events.
+        through: called from that thread, once for each event; too early if the device failed.
     """
 
-    def __init__(self, through: Callable[[], None]) -> None:
+    def __init__(self, device: Any, through: Callable[[], None]) -> None:
+        self._device, self._number = device, device.current_device()
         self._through = through
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._main, name="DEVICE", daemon=True).start()
@@ -26,8 +28,10 @@ class DeviceWatch:
         self._events.put(event)
 
     def _main(self) -> None:
+        self._device.set_device(self._number)  # a thread starts with the first one
         while True:
+            event = self._events.get()
             # A device that failed says so again to whoever asks the event.
             with contextlib.suppress(Exception):
-                self._events.get().synchronize()
+                event.synchronize()
             self._through()

@@ -272,6 +272,7 @@ class Executor:
         if result.logits_output is not None and result.logits_output.sampling_mask_output is not None:
             result.copy_done = s.device_module.Event()
             result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=False)
+            result.copy_done = None  # all of it was here already, and the event behind later waves
         s.process_batch_result(batch, result)
         ended = [r for r in batch.reqs if r.finished()]
         finished = [self._seqs[r] for r in ended]

@@ -60,9 +60,9 @@ class Progress:
         self.patience = 1
         """So many times longer than usual it may take."""
 
-    def at(self, doing: str, long: bool = False, stages: int = 1) -> None:
-        """The loop begins something."""
-        self.since = time.monotonic()
+    def at(self, doing: str, long: bool = False, stages: int = 1, since: float | None = None) -> None:
+        """The loop begins something, or goes on with what it began at `since`."""
+        self.since = time.monotonic() if since is None else since
         self.long = long
         self.stages = stages
         self.doing = doing
@@ -85,6 +85,8 @@ class StageLoop:
         self._reused_buffer = False
         """The latest activations lie in a buffer of a device graph, which the next replay writes again."""
         self._checked_idle = 0.0
+        self._computes_since: float | None = None
+        """Last stage: since when the device is at the oldest wave whose outputs are missing."""
 
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` in the loop, in the order of posting. Any thread; never blocks."""
@@ -110,8 +112,7 @@ class StageLoop:
 
     def _wait(self) -> None:
         """Nothing to do: housekeeping if the stage is idle, then sleep on the inbox."""
-        computes = self.executor.awaited is not None
-        idle = not self.executor.live and not computes
+        idle = not self.executor.live
         if idle and self._inbox.empty():
             now = time.monotonic()
             if now - self._checked_idle > _IDLE_HOUSEKEEPING_S or not self.s._sched_idled:
@@ -121,9 +122,8 @@ class StageLoop:
                 self.s._sched_idled = True
                 with self.stage.guard:
                     self.s.on_idle()
-        doing = "waiting for the device" if computes else ""
-        if self.progress.doing != doing:
-            self.progress.at(doing)
+        since = self._computes_since
+        self.progress.at("" if since is None else "waiting for the device", since=since)
         self._take(_IDLE_HOUSEKEEPING_S if idle else self._longest_wait())
 
     def _longest_wait(self) -> float:
@@ -193,12 +193,13 @@ class MemberLoop(StageLoop):
 
     def __init__(self, stage: Any) -> None:
         super().__init__(stage)
-        self._watch = DeviceWatch(lambda: self.post(self._send_outputs))
+        self._watch = DeviceWatch(self.s.device_module, lambda: self.post(self._send_outputs))
         self._watched: Any = None
 
     def run(self) -> None:
         while not self.s.gracefully_exit:
             if not self._take(0):
+                self._send_outputs()
                 self._wait()
 
     def entries(self, first: int, entries: list[bytes]) -> None:
@@ -208,12 +209,13 @@ class MemberLoop(StageLoop):
             self._send_outputs()
 
     def _send_outputs(self) -> None:
-        """Last stage: send what the device is through with, and be called again for the next wave."""
+        """Last stage: send what the device is through with, and be told when it is with the next wave."""
         while (done := self.executor.sampled()) is not None:
             self.stage.wave.send(done)
         event = self.executor.awaited
         if event is not self._watched:
             self._watched = event
+            self._computes_since = None if event is None else time.monotonic()
             if event is not None:
                 self._watch.wait_for(event)
 

@@ -62,6 +62,7 @@ class Wave:
 
     def __init__(self, stage: Any, plane: LeaderPlane | MemberPlane, peers: dict[int, int | None]) -> None:
         self.stage = stage
+        self._device = stage.scheduler.device_module.current_device()
         self.mail = Mailbox()
         self._plane = plane
         self.watch = PeerWatch({rank: pid for rank, pid in peers.items() if pid is not None})
@@ -85,6 +86,7 @@ class Wave:
     def _main(self) -> None:
         try:
             scheduler = self.stage.scheduler
+            scheduler.device_module.set_device(self._device)  # a thread starts with the first one
             # A lease inside a node splits it: slots are copied on the device, in order with the loop's work.
             with DynamicGradMode(), scheduler.device_module.StreamContext(scheduler.schedule_stream):
                 poller = zmq.Poller()
@@ -191,10 +193,11 @@ class Wave:
 
     def _check_loop(self, now: float) -> None:
         loop = self.stage.loop.progress
+        doing = loop.doing  # before `since`, which is as old as this, or newer
         stuck = now - max(loop.since, self._resumed)
         limit = self.stage.config.stall_timeout * loop.patience * loop.stages
-        if loop.doing and not loop.long and stuck > limit:
-            raise ProtocolError(f"its loop has made no progress for {stuck:.0f} s: it is {loop.doing}")
+        if doing and not loop.long and stuck > limit:
+            raise ProtocolError(f"its loop has made no progress for {stuck:.0f} s: it is {doing}")
 
     def _saw(self, rank: int, message: Message | None = None) -> None:
         self._seen[rank] = time.monotonic()

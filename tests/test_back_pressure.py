@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import zmq
 from conftest import eventually
 from sglang.srt.managers.io_struct import AbortReq, sock_send
@@ -89,6 +90,7 @@ def stage(rank: int, requests: zmq.Socket[bytes] | None = None) -> Any:
             executor=SimpleNamespace(live=0),
         ),
         scheduler=SimpleNamespace(
+            device_module=torch.cpu,
             ipc_channels=channels,
             _engine_paused=False,
             weight_updater=SimpleNamespace(offload_tags=set()),

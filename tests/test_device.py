@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,16 +40,22 @@ class Failed(Event):
 
 
 def test_a_watch_tells_of_each_event_in_its_turn_and_of_a_device_that_failed() -> None:
+    chosen: list[tuple[str, int]] = []
+    device = SimpleNamespace(
+        current_device=lambda: 3, set_device=lambda n: chosen.append((threading.current_thread().name, n))
+    )
     told: queue.SimpleQueue[int] = queue.SimpleQueue()
-    watch = DeviceWatch(lambda: told.put(1))
+    watch = DeviceWatch(device, lambda: told.put(1))
     first, second = Event(), Event()
     for event in (Failed(), first, second):
         watch.wait_for(event)
     told.get(timeout=BOUND)
     second.happened.set()
-    assert told.empty(), "the second one comes after the first"
+    with pytest.raises(queue.Empty):  # the second one comes after the first
+        told.get(timeout=0.2)
     first.happened.set()
     assert [told.get(timeout=BOUND), told.get(timeout=BOUND)] == [1, 1]
+    assert chosen == [("DEVICE", 3)]
 
 
 class Outputs:
@@ -76,9 +85,10 @@ def test_the_last_stage_goes_on_while_its_device_computes() -> None:
         progress=Progress(),
         _inbox=queue.SimpleQueue(),
         _checked_idle=0.0,
+        _computes_since=None,
         _watched=None,
     )
-    loop._watch = DeviceWatch(lambda: loop.post(loop._send_outputs))
+    loop._watch = DeviceWatch(torch.cpu, lambda: loop.post(loop._send_outputs))
     waves = [Event(), Event()]
 
     def launch(wave: Event) -> None:
@@ -91,27 +101,58 @@ def test_the_last_stage_goes_on_while_its_device_computes() -> None:
     for wave in waves:
         loop.post(lambda wave=wave: launch(wave))
         assert inbox.get(timeout=BOUND) == "launched" and sent == []
-    began = loop.progress.since
     for wave in waves:
         wave.happened.set()
         assert inbox.get(timeout=BOUND) == "sent"
     assert sent == waves
     loop.post(lambda: setattr(loop.s, "gracefully_exit", True))
     thread.join(BOUND)
-    assert not thread.is_alive() and loop.progress.since > began
+    assert not thread.is_alive() and loop.progress.doing != "waiting for the device"
 
 
-def test_waiting_for_the_device_is_one_wait_however_often_the_loop_looks() -> None:
-    loop = MemberLoop.__new__(MemberLoop)
+def test_a_device_is_waited_for_since_it_is_at_its_oldest_wave_whatever_comes_in_meanwhile() -> None:
+    loop, sent = MemberLoop.__new__(MemberLoop), []
     executor = Outputs()
-    executor.pending.append(Event())
+    oldest, newer = Event(), Event()
+    executor.pending += [oldest, newer]
     loop.__dict__.update(
-        executor=executor, progress=Progress(), _inbox=queue.SimpleQueue(), _longest_wait=lambda: 0.001
+        stage=SimpleNamespace(wave=SimpleNamespace(send=sent.append)),
+        executor=executor,
+        progress=Progress(),
+        _inbox=queue.SimpleQueue(),
+        _longest_wait=lambda: 0.001,
+        _watch=SimpleNamespace(wait_for=lambda event: None),
+        _watched=None,
+        _computes_since=None,
     )
-    loop._wait()
-    since = loop.progress.since
-    loop._wait()
-    assert (loop.progress.doing, loop.progress.since) == ("waiting for the device", since)
+    found = []
+    for happens in (None, None, oldest, newer):
+        if happens:
+            happens.happened.set()
+        loop.post(lambda: None)
+        assert loop._take(0)
+        loop._send_outputs()
+        loop._wait()
+        found.append((loop.progress.doing, loop.progress.since))
+    assert [doing for doing, _ in found] == ["waiting for the device"] * 3 + [""]
+    assert found[0][1] == found[1][1] < found[2][1] and sent == [oldest, newer]
+
+
+def test_buffers_are_given_up_once_all_stages_are_through_and_fenced_only_before() -> None:
+    loop, settled = MemberLoop.__new__(MemberLoop), []
+    progress = Progress()
+    progress.patience = 5
+    loop.__dict__.update(
+        executor=SimpleNamespace(wait_sent=settled.append),
+        progress=progress,
+        _sends=deque((wave, [f"sends of wave {wave}"]) for wave in range(4)),
+        _reused_buffer=True,
+    )
+    loop._through(2)
+    assert settled == [[f"sends of wave {wave}"] for wave in range(3)]
+    assert loop._reused_buffer and [wave for wave, _ in loop._sends] == [3] and progress.patience == 1
+    loop._through(3)
+    assert not loop._reused_buffer and not loop._sends
 
 
 def test_activations_are_kept_until_the_device_is_through_with_them_and_no_longer() -> None:
@@ -125,6 +166,35 @@ def test_activations_are_kept_until_the_device_is_through_with_them_and_no_longe
     executor.__dict__.update(_s=SimpleNamespace(_pp_recv_proxy_tensors=lambda: kept), _waves=waves)
     assert executor.receive(3) is kept
     assert [waves[wave].proxy for wave in range(4)] == [None, kept, kept, kept]
+
+
+def test_outputs_are_read_on_a_stream_that_waits_for_no_other_wave() -> None:
+    streams: list[str] = []
+
+    @contextmanager
+    def copying() -> Iterator[None]:
+        streams.append("copy")
+        yield
+        streams.pop()
+
+    class Ids:
+        def tolist(self) -> list[int]:
+            assert streams == ["copy"]
+            return [7]
+
+    ready = Event()
+    executor = Executor.__new__(Executor)
+    batch = SimpleNamespace(reqs=["a request"])
+    executor.__dict__.update(
+        _s=SimpleNamespace(copy_stream_ctx=copying()),
+        _sampled=deque([(ready, SimpleNamespace(tensors={"next_token_ids": Ids()}))]),
+        _sampled_waves=deque([(5, 0.0)]),
+        _waves={5: _Wave(batch, [], [])},  # type: ignore[arg-type]
+    )
+    assert executor.sampled() is None and executor.awaited is ready
+    ready.happened.set()
+    done = executor.sampled()
+    assert done is not None and (done.wave, done.tokens) == (5, [7]) and executor.awaited is None
 
 
 @pytest.mark.parametrize(("backend", "waits"), [("flashinfer", True), ("fa3", False), ("new", True)])
