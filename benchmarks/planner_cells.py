@@ -1,4 +1,4 @@
-"""The planners beside static chunks of three sizes, in simulated time: does one of them ever lose?
+"""The planners beside static chunks of five sizes, in simulated time: does one of them ever lose?
 
     python -m benchmarks.planner_cells
 
@@ -21,7 +21,7 @@ from sglang_wavepp.mpu.profile import load_profile
 PROFILES = {"glm-5.2-b300": 4, "minimax-m2.7-b300": 4, "kimi-k3-gb300": 8}
 CELLS = ("suffix-4k", "short-reuse", "cold-16k", "mixed-16k", "reuse-131k")
 CONCURRENCY = (2, 4, 8, 16, 32)
-BUDGETS = (4096, 8192, 16384)
+BUDGETS = (1024, 2048, 4096, 8192, 16384)
 CLIENT_S = 0.008
 EACH = 16
 """Requests for each one under way."""
