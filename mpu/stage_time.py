@@ -26,9 +26,10 @@ _EVERY = 64
 _OUTLIER = 4.0
 """Residuals beyond so many times the median one are left out: a stage was interrupted."""
 _RIDGE = np.array([1e-4, 1e-6, 1e-6, 1e-4, 1e-3])
-"""Relative; decides where the observations do not. If all waves were alike, what they took is put down to
-their tokens rather than to the wave: then smaller waves are tried, and tell. If all had one span, it is put
-down to the wave rather than to the span: then larger ones are."""
+"""Relative; decides where the observations do not. What was known before stays as it is then. At first, if
+all waves were alike, what they took is put down to their tokens rather than to the wave: then smaller waves
+are tried, and tell. If all had one span, it is put down to the wave rather than to the span: then larger ones
+are."""
 
 
 class StageTime(NamedTuple):
@@ -101,28 +102,32 @@ class Observations:
     def _fit(self) -> None:
         rows = self._rows[: min(self.count, _WINDOW)]
         relative = rows[:, :5] / rows[:, 5:]
-        found = nonnegative_least_squares(relative, np.ones(len(rows)), _RIDGE)
+        known = np.array(self.time or (0.0,) * 5)
+        found = nonnegative_least_squares(relative, np.ones(len(rows)), _RIDGE, known)
         residual = np.abs(relative @ found - 1.0)
         inside = residual <= _OUTLIER * max(median(residual.tolist()), 1e-3)
         if not inside.all():
-            found = nonnegative_least_squares(relative[inside], np.ones(int(inside.sum())), _RIDGE)
+            found = nonnegative_least_squares(relative[inside], np.ones(int(inside.sum())), _RIDGE, known)
         self.time = StageTime(*found.tolist())
 
 
 def nonnegative_least_squares(
-    rows: NDArray[np.float64], values: NDArray[np.float64], ridge: NDArray[np.float64]
+    rows: NDArray[np.float64],
+    values: NDArray[np.float64],
+    ridge: NDArray[np.float64],
+    known: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """The x >= 0 with the smallest |rows @ x - values|, by the active sets of Lawson and Hanson.
 
-    It begins with all columns, since mostly few of them end at 0. `ridge` holds each x back, relative to the
-    length of its column; above 0 if columns may be alike. O(rows * columns^2 + columns^4); a few columns are
-    meant.
+    It begins with all columns, since mostly few of them end at 0. `ridge` holds each x near `known`, relative
+    to the length of its column; above 0 if columns may be alike. O(rows * columns^2 + columns^4); a few
+    columns are meant.
     """
     gram = rows.T @ rows
     scale = np.sqrt(gram.diagonal())
     scale[scale == 0] = 1.0
     gram = gram / np.outer(scale, scale) + np.diag(ridge)
-    moment = rows.T @ values / scale
+    moment = rows.T @ values / scale + ridge * known * scale
     x = np.ones(rows.shape[1])
     active = np.ones(rows.shape[1], dtype=bool)
     for _ in range(3 * rows.shape[1]):

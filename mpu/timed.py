@@ -27,6 +27,12 @@ ones, its first part fills up their wave. And where requests as long as the next
 stage, it is not cut if that costs more than the gap that may be left: a client asks again some part of a
 wave's time after its answer, half of it on average, once for as many waves as there are stages.
 
+Where requests keep coming and there are more of them than waves are needed, none of this matters: as long as
+three waves more are under way than there are stages, these are busy, so waves are larger than the ring would
+have them, and requests are cut wherever one is full. For a burst that nothing follows this would be wrong: it
+is through earlier with more and smaller waves. So it is observed how often the pipeline drains, d times for
+each T, and the waves are sqrt(d * (P - 1) * T / c), at least P + 3.
+
 Otherwise throughput is not traded for latency: waves become smaller only where the formula says that all work
 is through earlier, and only while fewer than R of the largest are known. Before a stage has been observed
 often enough, waves are static.
@@ -35,21 +41,28 @@ often enough, waves are static.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 from sglang_wavepp.mpu.packing import Pending, pack
-from sglang_wavepp.mpu.planner import NOTHING, Load, WaveLimits
+from sglang_wavepp.mpu.planner import NOTHING, Load, WaveLimits, load_of
 from sglang_wavepp.mpu.stage_time import Observations, StageTime
 
 _NOBODY = (-1, 0.0)
 _DRAINS = 0.5
-"""How often the pipeline drains once the known work is through: else new work has come by then."""
+"""How often the pipeline drains once the known work is through: else new work has come by then. Assumed."""
 _GAP = 0.5
 """For so much of a wave's time stages wait, on average, until a request comes for one that is through."""
 _CRUMB = 0.1
 """So much of a wave does not become one of its own: those before it are a little longer instead."""
+_MORE = 3.0
+"""With so many waves more than stages none of these waits for one, while requests come for those answered."""
+_MEMORY = 64
+"""Waves after which it counts less than half how often the pipeline drained."""
+_RECENT = 8
+"""Requests begun last: the longest of them is taken to be like those in flight."""
 
 
 class TimedPlanner:
@@ -66,6 +79,12 @@ class TimedPlanner:
         """The request that found the pipeline empty, as long as no other one comes, and its work a wave."""
         self._cut = -1
         """The request that was cut last."""
+        self._flows = False
+        """Are requests cut wherever a wave is full?"""
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        """The work of requests as they began."""
+        self._planned_us, self._drained = 0.0, 0.0
+        """Work planned, and how often nothing was in flight before it. Both decay."""
 
     def spans(self, pending: Iterable[Pending], rows: int, ring: Sequence[Load]) -> list[Pending]:
         """See `Planner`. O(ring + pending requests), fewer where the work fills the ring anyway."""
@@ -80,7 +99,11 @@ class TimedPlanner:
         if self._alone is not _NOBODY:
             share = work / max(1, math.ceil(work / share - _CRUMB))
         self._target_us = time.wave + share
-        return self._fill(seen, rows, share, time)
+        spans = self._fill(seen, rows, share, time)
+        kept = 1 - 1 / _MEMORY
+        self._planned_us = kept * self._planned_us + time.work(load_of(spans))
+        self._drained = kept * self._drained + (not ring)
+        return spans
 
     def observe(self, stage: int, load: Load, elapsed_us: int) -> None:
         """See `Planner`."""
@@ -147,8 +170,14 @@ class TimedPlanner:
             self._alone = _NOBODY
             most = self._limits.ring * self._depth / self._limits.stages
             more = time.wave + time.begin(seen[0].begin)
+            fewest = max(self._depth + _MORE, self._waves(self._drains(work) * work, more, most))
+            longest = max(time.span_work(seen[0].begin, seen[0].end), *self._recent, 0.0)
+            self._flows = fewest < most and work >= fewest * longest
+            if self._flows:
+                return work / fewest
             share = work / self._waves(work, more, most)
             return self._whole(seen, share, work, most, time)
+        self._flows = False
         seq, begin, end = seen[0]
         if seq != self._alone[0]:
             again = time.begin((begin + end) // 2)
@@ -204,6 +233,10 @@ class TimedPlanner:
 
         return min(fewer, more, key=through)[0]
 
+    def _drains(self, work: float) -> float:
+        """How often the pipeline drains with so much work, 1 at most. At first as assumed."""
+        return min(1.0, (self._drained + _DRAINS) / (self._planned_us / work + 1))
+
     def _waves(self, work: float, more: float, most: float) -> float:
         """Into how many waves the work is best cut if one more costs so much, in microseconds."""
         best = math.sqrt((self._depth - 1) * work / more) if more > 0 else math.inf
@@ -219,17 +252,22 @@ class TimedPlanner:
         for p in seen[:rows]:
             seq, begin, end = p
             work = time.span_work(begin, end)
+            if seq != self._cut:
+                self._recent.append(work)
             if end - begin <= tokens and work <= room + share * _CRUMB:
                 spans.append(p)
                 tokens -= end - begin
                 room -= work
                 continue
             new = min(tokens, time.tokens_in(room - time.begin(begin), begin))
-            if spans and (new < floor or not self._worth(p, new, room / share, share, time)):
+            if not spans:
+                new = max(new, floor)
+            elif not self._worth(p, new, room / share, share, time):
                 break
-            cut = (begin + max(new, floor)) // align * align
-            spans.append(Pending(seq, begin, min(cut, end)))
-            self._cut = seq
+            cut = min((begin + new) // align * align, end)
+            if cut > begin:
+                spans.append(Pending(seq, begin, cut))
+                self._cut = seq
             break
         return spans
 
@@ -240,6 +278,8 @@ class TimedPlanner:
         """
         _, begin, end = p
         begins = time.begin(begin)
+        if self._flows:
+            return unused > _CRUMB and begins * (1 - unused) <= unused * time.wave
         most = max(1, min(self._limits.budget, time.tokens_in(share - begins, begin)))
         more = 1 + math.ceil((end - begin - new) / most) - math.ceil((end - begin) / most)
-        return more * begins <= unused * time.wave
+        return new >= self._limits.floor and more * begins <= unused * time.wave

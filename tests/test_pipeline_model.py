@@ -254,6 +254,19 @@ def test_few_requests_are_spread_over_the_pipeline(planner: str) -> None:
     assert found > 1.2 * serve(requests, 8, profile)[0].throughput
 
 
+@pytest.mark.parametrize("clients", [16, 32])
+def test_clients_that_keep_asking_are_served_as_by_the_best_static_waves(clients: int) -> None:
+    """1,664 new tokens each on eight stages: neither one nor two whole requests make the best wave."""
+    requests = [Offered(tokens=16_384, cached=14_720)] * (16 * clients)
+
+    def throughput(planner: str, budget: int) -> float:
+        options = {"planner": planner, "budget": budget, "client_s": 0.008}
+        return serve(requests, clients, load_profile("kimi-k3-gb300"), **options)[0].throughput
+
+    static = [throughput("static", budget) for budget in (1024, 2048, 4096, 8192)]
+    assert throughput("timed", 16_384) > 0.99 * max(static) > 1.01 * throughput("static", 16_384)
+
+
 def test_clients_take_their_time_to_ask_again() -> None:
     options = ServerOptions(stages=4, client_s=2.0)
     outcome = PipelineServer(load_profile("laptop"), options).run([Offered(tokens=64)] * 40, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterable
@@ -177,7 +178,7 @@ def test_least_squares_are_nonnegative_and_best(seed: int) -> None:
     draw = np.random.default_rng(seed)
     rows = draw.random((20, 4))
     values = rows @ np.array([1.0, 0.0, -2.0, 0.5]) + draw.random(20)
-    found = nonnegative_least_squares(rows, values, np.full(4, 1e-9))
+    found = nonnegative_least_squares(rows, values, np.full(4, 1e-9), np.zeros(4))
     assert (found >= 0).all()
     best = float(((rows @ found - values) ** 2).sum())
     for _ in range(50):
@@ -230,6 +231,20 @@ def test_old_observations_are_forgotten() -> None:
             seen.add(load, round(TRUE.of(load) * factor))
     assert seen.time is not None
     assert seen.time.of(load) == pytest.approx(3 * TRUE.of(load), rel=0.02)
+
+
+def test_what_later_waves_do_not_tell_is_not_forgotten() -> None:
+    """All of them alike, a tenth slower than before: what a wave costs besides its tokens is still known."""
+    draw, seen = random.Random(1), Observations()
+    for _ in range(256):
+        load = load_of(mixed(draw))
+        seen.add(load, round(TRUE.of(load)))
+    load = load_of([Pending(0, 14_720, 16_384)])
+    for _ in range(512):
+        seen.add(load, round(1.1 * TRUE.of(load)))
+    assert seen.time is not None
+    assert seen.time.of(load) == pytest.approx(1.1 * TRUE.of(load), rel=0.01)
+    assert seen.time.wave == pytest.approx(TRUE.wave, rel=0.2)
 
 
 @given(time=st.floats(1, 1e7), prefix=st.integers(0, 10**6))
@@ -312,6 +327,42 @@ def test_a_request_is_cut_to_fill_a_gap_only_if_that_costs_less(share: float, ot
     planner = taught(PP8, [tokens._replace(wave=share * tokens.work(load_of(request)))] * 8)
     (span,) = planner.spans(request, 8, [load_of(request)] * others)
     assert (span.end < 4 * K) == cut
+
+
+def served(planner: Planner, tokens: int, clients: int, answers: int, replaced: bool) -> list[Load]:
+    """Waves of a loop with eleven under way at most, in which another request follows an answer, or none."""
+    waiting, waves = prompts(*[tokens] * clients), []
+    ring: list[tuple[Load, int]] = []
+    seqs = itertools.count(clients)
+    while waiting or ring:
+        while waiting and len(ring) < 11:
+            spans = planner.spans(waiting, 64, [load for load, _ in ring])
+            left = rest(waiting, spans)
+            ring.append((load_of(spans), len(waiting) - len(left)))
+            waves.append(ring[-1][0])
+            waiting = left
+        _, ended = ring.pop(0)
+        if replaced:
+            waiting += [Pending(next(seqs), 0, tokens) for _ in range(min(ended, answers))]
+            answers -= ended
+    return waves
+
+
+def test_requests_that_keep_coming_are_cut_where_a_wave_is_full() -> None:
+    """Of sixteen on eight stages one and a half make a wave, not one: eleven waves of these are enough."""
+    tokens = StageTime(0.0, 10.0, 0.0, 0.0, 0.0)
+    dear = tokens._replace(wave=0.25 * tokens.work(load_of(prompts(2 * K))))
+    waves = served(taught(PP8, [dear] * 8), 2 * K, 16, 200, replaced=True)
+    assert 2.6 * K < sum(wave.tokens for wave in waves[50:-11]) / len(waves[50:-11]) < 3.2 * K
+
+
+def test_a_burst_that_nothing_follows_is_not() -> None:
+    """It is through earlier with a wave for each request."""
+    tokens = StageTime(0.0, 10.0, 0.0, 0.0, 0.0)
+    planner = taught(PP8, [tokens._replace(wave=0.25 * tokens.work(load_of(prompts(2 * K))))] * 8)
+    for _ in range(8):
+        waves = served(planner, 2 * K, 16, 0, replaced=False)
+        assert [wave.tokens for wave in waves] == [2 * K] * 16
 
 
 def test_a_request_that_was_cut_goes_on_in_such_parts() -> None:
