@@ -9,8 +9,9 @@ which is least for n = sqrt((P - 1) * T / c). Where stages differ, P is the sum 
 longest.
 
 The target is that number of waves, but not more than the ring R holds: with as many under way no stage waits
-for one, even if new work keeps coming, and each more would only cost c. T is all work that is known and not
-finished, that in flight included, so a ring that is full of large waves is not followed by crumbs.
+for one, even if new work keeps coming, and each more would only cost c (more of this below). T is all work
+that is known and not finished, that in flight included, so a ring that is full of large waves is not followed
+by crumbs.
 
 A prompt that finds the pipeline empty, and that no other one follows, is cut into more: into n waves as the
 formula has it, whatever R is. An empty pipeline says that there is time to spare, so what the waves beyond R
@@ -27,15 +28,14 @@ ones, its first part fills up their wave. And where requests as long as the next
 stage, it is not cut if that costs more than the gap that may be left: a client asks again some part of a
 wave's time after its answer, half of it on average, once for as many waves as there are stages.
 
-Where requests keep coming and there are more of them than waves are needed, none of this matters: as long as
-three waves more are under way than there are stages, these are busy, so waves are larger than the ring would
-have them, and requests are cut wherever one is full. For a burst that nothing follows this would be wrong: it
-is through earlier with more and smaller waves. So it is observed how often the pipeline drains, d times for
-each T, and the waves are sqrt(d * (P - 1) * T / c), at least P + 3.
+Whether new work keeps coming is observed: d is how often the pipeline drains for each T. A low estimate of it
+decides on more waves than the ring holds, sqrt(d * (P - 1) * T / c) of them: requests that arrive now and
+then are through earlier so. A high one decides on fewer: with three more under way than there are stages,
+these are busy. If there are requests enough, none longer than such a wave, waves are larger than the ring
+would have them, and requests are cut wherever one is full: saturated, small waves only cost.
 
 Otherwise throughput is not traded for latency: waves become smaller only where the formula says that all work
-is through earlier, and only while fewer than R of the largest are known. Before a stage has been observed
-often enough, waves are static.
+is through earlier. Before a stage has been observed often enough, waves are static.
 """
 
 from __future__ import annotations
@@ -53,14 +53,18 @@ from sglang_wavepp.mpu.stage_time import Observations, StageTime
 _NOBODY = (-1, 0.0)
 _DRAINS = 0.5
 """How often the pipeline drains once the known work is through: else new work has come by then. Assumed."""
+_DOUBT = 4.0
+"""Of so much known work it is assumed that the pipeline did not drain with it."""
+_RINGS = 3.0
+"""As many waves as this times the ring at most: what a wave costs may have been underestimated."""
 _GAP = 0.5
 """For so much of a wave's time stages wait, on average, until a request comes for one that is through."""
 _CRUMB = 0.1
 """So much of a wave does not become one of its own: those before it are a little longer instead."""
 _MORE = 3.0
 """With so many waves more than stages none of these waits for one, while requests come for those answered."""
-_MEMORY = 64
-"""Waves after which it counts less than half how often the pipeline drained."""
+_MEMORY = 16.0
+"""Of so much known work, about, it is remembered how often the pipeline drained."""
 _RECENT = 8
 """Requests begun last: the longest of them is taken to be like those in flight."""
 
@@ -100,8 +104,9 @@ class TimedPlanner:
             share = work / max(1, math.ceil(work / share - _CRUMB))
         self._target_us = time.wave + share
         spans = self._fill(seen, rows, share, time)
-        kept = 1 - 1 / _MEMORY
-        self._planned_us = kept * self._planned_us + time.work(load_of(spans))
+        planned = time.work(load_of(spans))
+        kept = max(0.0, 1 - planned / (_MEMORY * (work + under_way)))
+        self._planned_us = kept * self._planned_us + planned
         self._drained = kept * self._drained + (not ring)
         return spans
 
@@ -168,10 +173,13 @@ class TimedPlanner:
         """Microseconds of work for each wave, of all that is known and not finished."""
         if not all_seen or len(seen) > 1 or (ring and seen[0].seq != self._alone[0]):
             self._alone = _NOBODY
+            begin = seen[0].begin
+            more = time.wave + time.begin(begin)
+            seldom, often = self._drains(work)
             most = self._limits.ring * self._depth / self._limits.stages
-            more = time.wave + time.begin(seen[0].begin)
-            fewest = max(self._depth + _MORE, self._waves(self._drains(work) * work, more, most))
-            longest = max(time.span_work(seen[0].begin, seen[0].end), *self._recent, 0.0)
+            most = max(most, self._waves(seldom * work, more, _RINGS * most))
+            fewest = max(self._depth + _MORE, self._waves(often * work, more, most))
+            longest = max(time.span_work(begin, seen[0].end), *self._recent, 0.0)
             self._flows = fewest < most and work >= fewest * longest
             if self._flows:
                 return work / fewest
@@ -233,9 +241,10 @@ class TimedPlanner:
 
         return min(fewer, more, key=through)[0]
 
-    def _drains(self, work: float) -> float:
-        """How often the pipeline drains with so much work, 1 at most. At first as assumed."""
-        return min(1.0, (self._drained + _DRAINS) / (self._planned_us / work + 1))
+    def _drains(self, work: float) -> tuple[float, float]:
+        """How often the pipeline drains with so much work, 1 at most: a low and a high estimate."""
+        seen = self._planned_us / work
+        return min(1.0, self._drained / (seen + _DOUBT)), min(1.0, (self._drained + _DRAINS) / (seen + 1))
 
     def _waves(self, work: float, more: float, most: float) -> float:
         """Into how many waves the work is best cut if one more costs so much, in microseconds."""
