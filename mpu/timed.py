@@ -53,7 +53,7 @@ from sglang_wavepp.mpu.stage_time import Observations, StageTime
 _NOBODY = (-1, 0.0)
 _DRAINS = 0.5
 """How often the pipeline drains once the known work is through: else new work has come by then. Assumed."""
-_DOUBT = 4.0
+_DOUBT = 12.0
 """Of so much known work it is assumed that the pipeline did not drain with it."""
 _RINGS = 3.0
 """As many waves as this times the ring at most: what a wave costs may have been underestimated."""
