@@ -243,7 +243,7 @@ def reuse(planner: str, rounds: int) -> float:
 def test_mpu_loses_late_in_long_prompts_and_timed_does_not(rounds: int) -> None:
     static = reuse("static", rounds)
     assert reuse("mpu", rounds) < static * (0.99 if rounds == 1 else 1.0)
-    assert reuse("timed", rounds) > 0.99 * static
+    assert reuse("timed", rounds) > 0.995 * static
 
 
 @pytest.mark.parametrize("planner", ["mpu", "timed"])
