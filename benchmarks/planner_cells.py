@@ -26,10 +26,11 @@ PROFILES = {"glm-5.2-b300": 4, "minimax-m2.7-b300": 4, "kimi-k3-gb300": 8}
 CELLS = ("suffix-4k", "short-reuse", "cold-16k", "mixed-16k", "reuse-131k")
 CONCURRENCY = (2, 4, 8, 16, 32)
 BUDGETS = (1024, 2048, 4096, 8192, 16384)
-SERVERS = (
-    *(("static", budget) for budget in BUDGETS),
-    *((planner, BUDGETS[-1]) for planner in ("mpu", "timed")),
-)
+SERVERS = {
+    f"{planner}-{budget}": (planner, budget)
+    for planner, budget in [*(("static", b) for b in BUDGETS), ("mpu", BUDGETS[-1]), ("timed", BUDGETS[-1])]
+}
+"""Planner and budget of each."""
 CLIENT_S = 0.008
 EACH = 16
 """Requests for each one under way."""
@@ -64,8 +65,8 @@ def measured() -> Iterator[tuple[str, str, int, Mapping[str, float]]]:
         for workload in CELLS:
             for concurrency in CONCURRENCY:
                 found = {
-                    f"{planner}-{budget}": throughput(profile, stages, workload, concurrency, planner, budget)
-                    for planner, budget in SERVERS
+                    name: throughput(profile, stages, workload, concurrency, *server)
+                    for name, server in SERVERS.items()
                 }
                 yield profile, workload, concurrency, found
 
@@ -109,7 +110,6 @@ def completion(profile: str, stages: int, workload: str, rate: float, planner: s
 def arrivals() -> None:
     """Print for each load and server by how much it takes longer than the timed planner."""
     lines: list[tuple[str, ...]] = []
-    names = [f"{planner}-{budget}" for planner, budget in SERVERS]
     over: dict[tuple[float, str], list[float]] = {}
     for profile, stages in PROFILES.items():
         for workload in (*CELLS, "long-and-short"):
@@ -117,12 +117,16 @@ def arrivals() -> None:
             tokens = statistics.fmean(request["tokens"] for request in of)
             capacity = throughput(profile, stages, workload, CONCURRENCY[-1], "static", 8192) / tokens
             for load in LOADS:
-                took = [completion(profile, stages, workload, load * capacity, *server) for server in SERVERS]
-                for name, seconds in zip(names, took, strict=True):
-                    over.setdefault((load, name), []).append(seconds / took[-1])
-                ratios = (f"{seconds / took[-1]:.2f}" for seconds in took)
-                lines.append((profile, workload, f"{load:.2f}", f"{took[-1]:.3f}", *ratios))
-    print(table(("profile", "workload", "load", "timed, s", *names), lines))
+                took = {
+                    name: completion(profile, stages, workload, load * capacity, *server)
+                    for name, server in SERVERS.items()
+                }
+                timed = took[f"timed-{BUDGETS[-1]}"]
+                for name, seconds in took.items():
+                    over.setdefault((load, name), []).append(seconds / timed)
+                ratios = (f"{seconds / timed:.2f}" for seconds in took.values())
+                lines.append((profile, workload, f"{load:.2f}", f"{timed:.3f}", *ratios))
+    print(table(("profile", "workload", "load", "timed, s", *SERVERS), lines))
     for (load, name), shares in over.items():
         print(f"{load:.2f} {name}: {_range(shares)} times as long as timed")
 
